@@ -1,0 +1,4 @@
+"""What takes records last.
+
+trainer/   samples -> optimizer steps -> weights
+"""

@@ -1,0 +1,1 @@
+"""How processes start: the command line, the local supervisor, brokers, the live view."""

@@ -1,0 +1,113 @@
+"""What every engine is: it samples from token ids, and its weights can be replaced between two tokens.
+
+`generate` runs on an asyncio loop; `stage`, `apply` and the properties are called from the subscriber's
+thread. Between `paused()` entering and leaving, no token is sampled, and requests in flight stay.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...schemas.trajectory import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One engine call."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The whole context; never empty."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends the turn; the one that was sampled is part of the result."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """What was sampled."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The sampled tokens, a sampled stop token included."""
+    logprobs: tuple[float, ...]
+    """Same length; under the distribution that each token was drawn from."""
+    version_spans: tuple[VersionSpan, ...]
+    """Tile [0, len(token_ids))."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPatch:
+    """What one tensor becomes: `bits` at flat positions `indices`, or everywhere."""
+
+    name: str
+    shape: tuple[int, ...]
+    indices: np.ndarray | None
+    """[n] int64, sorted, unique, in range; None: `bits` holds the whole tensor."""
+    bits: np.ndarray
+    """[n] or [prod(shape)] uint16: bf16 bit patterns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """A whole update, decoded and checked, ready to be written."""
+
+    version: int
+    patches: tuple[TensorPatch, ...]
+    weights_hash: int
+    """Rolling hash (uint64) that the live weights must have afterwards."""
+
+
+class Engine(Protocol):
+    """An inference engine that follows a policy."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next token is sampled under; -1 before the first weights."""
+
+    @property
+    def running(self) -> int:
+        """Requests in flight."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled since the start."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def logprobs_mode(self) -> str:
+        """`processed` or `raw`."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one turn. Raises EngineError; EnginePoisonedError while its weights are torn.
+
+        Cancelling the awaiting task aborts the request.
+        """
+
+    def paused(self) -> AbstractContextManager[None]:
+        """No token is sampled inside the block. Entering waits for the step that is running."""
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Write `update` in place; only inside `paused()`. `version` is the new one when the pause ends."""
+
+    def weights_hash(self) -> int:
+        """Rolling hash (uint64) of the live weights as bf16, in full; only inside `paused()`."""
+
+    def poison(self) -> None:
+        """Refuse requests, and fail those in flight, until the next successful `apply` of an anchor."""
+
+    def close(self) -> None:
+        """Abort what is in flight and release everything. Idempotent."""

@@ -1,0 +1,1 @@
+"""tasks -> environment loop -> trajectories, admitted by capacity."""

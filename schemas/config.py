@@ -1,0 +1,288 @@
+"""The configuration tree: one TOML (or JSON) file, environment variables over it, flags over those.
+
+An error names the key, what is wrong and what would be right. Nothing outside entry points reads
+configuration: constructors get their section. Environment: HEADRACE_<SECTION>__<KEY>=value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from .errors import ConfigError
+from .topics import checked_name
+
+ENV_PREFIX = "HEADRACE_"
+
+
+class Section(BaseModel):
+    """Frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    namespace: str = "headrace"
+    """Prefix of all topic names and consumer groups."""
+    dir: Path = Path("runs/default")
+    """Where logs, checkpoints, the local blob store and the local broker's data go."""
+    seed: int = 0
+
+    @field_validator("namespace")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return checked_name(value, what="run.namespace")
+
+
+class KafkaConfig(Section):
+    bootstrap: str | None = None
+    """host:port[,host:port]; None: `headrace up` starts a broker of its own."""
+    broker: Literal["auto", "embedded", "kafka"] = "auto"
+    """Which one to start when there is no bootstrap: Apache Kafka where kafka_home or KAFKA_HOME is set, else the embedded one."""
+    kafka_home: Path | None = None
+    """An unpacked Apache Kafka release (its libs/ folder is on the class path)."""
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    ssl_cafile: Path | None = None
+    sasl_mechanism: str | None = None
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    replication_factor: Annotated[int, Field(ge=1)] = 1
+    static_members: bool = False
+    """Give every consumer a static group id: the embedded broker does not expire dead members."""
+
+
+class StoreConfig(Section):
+    uri: str | None = None
+    """fsspec URI of the folder for blobs; None: <run.dir>/blobs."""
+    inline_max_bytes: Annotated[int, Field(ge=1024)] = 512 * 1024
+    """A trajectory whose record is larger goes to the blob store."""
+
+
+class PolicyConfig(Section):
+    id: str = "policy"
+    model: Path | None = None
+    """A Hugging Face model directory (config, weights, tokenizer): version 0."""
+
+    @field_validator("id")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return checked_name(value, what="policy.id")
+
+
+class EngineConfig(Section):
+    kind: Literal["transformers", "scripted"] = "transformers"
+    count: Annotated[int, Field(ge=1)] = 1
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: a free one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic; the published weights are bf16 either way."""
+    kv_policy: Literal["recompute", "stale"] = "stale"
+    """After an update, requests in flight: prefill again under the new weights, or go on with the old keys and values."""
+    max_requests: Annotated[int, Field(ge=1)] = 256
+    """Requests decoded at once."""
+    max_batch_tokens: Annotated[int, Field(ge=16)] = 1024
+    cache_tokens: Annotated[int, Field(ge=256)] = 65536
+    """Size of the paged key-value cache."""
+    threads: Annotated[int, Field(ge=1)] = 1
+
+
+class RolloutConfig(Section):
+    environment: str = "single_turn"
+    """Built-in name (`single_turn`, `calculator`) or `module:attr`."""
+    environment_args: dict[str, Any] = {}
+    tasks: Path | None = None
+    """JSON Lines file; published once to the tasks topic by `headrace up`."""
+    group_size: Annotated[int, Field(ge=1)] = 16
+    group_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """A group closes this long after it was opened, without its missing members."""
+    concurrency: Annotated[int, Field(ge=1)] = 256
+    """Rollouts in flight in one worker."""
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    """Limit of one turn."""
+    max_turns: Annotated[int, Field(ge=1)] = 16
+    max_total_tokens: Annotated[int, Field(ge=1)] = 32768
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    stop: list[str] = []
+    """Single-token texts that end a turn, beside the model's end-of-sequence token."""
+
+
+class VerifyConfig(Section):
+    reward: str = "exact_match"
+    """Built-in name or `module:attr`; a task's own reward spec wins."""
+    reward_args: dict[str, Any] = {}
+    timeout_seconds: Annotated[float, Field(gt=0)] = 30.0
+    failure_reward: float = 0.0
+    """What a failed policy gets."""
+    concurrency: Annotated[int, Field(ge=1)] = 64
+
+
+class AdvantageConfig(Section):
+    estimator: Literal["rloo", "grpo", "dr_grpo"] = "rloo"
+    drop_zero_variance: bool = False
+    """Drop the samples of a group whose rewards are all equal, after their advantage is computed."""
+    drop_truncated: bool = False
+
+
+class StalenessConfig(Section):
+    max_lag: Annotated[int, Field(ge=0)] = 4
+    """Largest (version being updated) - (oldest version among the trained tokens)."""
+
+
+class TrainerConfig(Section):
+    batch_size: Annotated[int, Field(ge=1)] = 256
+    """Samples in one optimizer step."""
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Stop after this version; 0: go on for ever."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    loss: Literal["tis"] = "tis"
+    tis_cap: Annotated[float, Field(gt=0)] = 2.0
+    """C of truncated importance sampling."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic; the master weights are fp32 and the forward uses their bf16 values either way."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] = 16384
+    """Padded tokens in one forward."""
+    gradient_checkpointing: bool = False
+    anchor_every: Annotated[int, Field(ge=1)] = 20
+    checkpoint_every: Annotated[int, Field(ge=1)] = 20
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    threads: Annotated[int, Field(ge=1)] = 1
+    deterministic: bool = True
+
+
+class StreamsConfig(Section):
+    workers: Annotated[int, Field(ge=1)] = 1
+    watchdog_seconds: Annotated[float, Field(gt=0)] = 15.0
+    """A worker that owns records to read and moves none for this long ends itself; the supervisor starts a new one."""
+
+
+class MetricsConfig(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of this process's /metrics; 0: a free one."""
+
+
+class Config(Section):
+    """The whole tree."""
+
+    run: RunConfig = RunConfig()
+    kafka: KafkaConfig = KafkaConfig()
+    store: StoreConfig = StoreConfig()
+    policy: PolicyConfig = PolicyConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    verify: VerifyConfig = VerifyConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    streams: StreamsConfig = StreamsConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def store_uri(self) -> str:
+        """Where blobs go."""
+        return self.store.uri or str(self.run.dir / "blobs")
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration from `path` (TOML, or JSON by suffix), `env` over it, `overrides` over those.
+
+    `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Raises ConfigError.
+    """
+    tree = _read(path) if path is not None else {}
+    for name, value in (env or {}).items():
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _put(tree, name[len(ENV_PREFIX) :].lower().replace("__", "."), _parse(value))
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(tree, key, value)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        where = f"{path}: " if path is not None else ""
+        raise ConfigError("\n".join(where + _explain(item) for item in e.errors())) from None
+
+
+def dump_config(config: Config, path: Path) -> None:
+    """Write `config` as JSON, secrets included, readable by its owner alone: what the supervisor hands to roles."""
+    tree = config.model_dump(mode="json")
+    if config.kafka.sasl_password is not None:
+        tree["kafka"]["sasl_password"] = config.kafka.sasl_password.get_secret_value()
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(tree, indent=1))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; `headrace init` writes one to start from") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}") from None
+    try:
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as e:
+        raise ConfigError(
+            f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {e}"
+        ) from None
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{parent} is a section, not a value")
+        tree = child
+    tree[leaf] = value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    loc = [str(part) for part in error["loc"]]
+    key = ".".join(loc)
+    if error["type"] == "extra_forbidden":
+        names = _keys_at(loc[:-1])
+        near = difflib.get_close_matches(loc[-1], names, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*loc[:-1], near[0]])}?" if near else f"known: {', '.join(names)}"
+        return f"unknown key {key}; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key} = {error.get('input')!r}: {message[0].lower()}{message[1:]}"
+
+
+def _keys_at(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in path:
+        field = model.model_fields.get(part)
+        kind = field.annotation if field is not None else None
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        model = typing.cast(type[BaseModel], kind)
+    return sorted(model.model_fields)

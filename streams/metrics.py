@@ -1,0 +1,151 @@
+"""Every Prometheus object, grouped by the process that knows it. One process is one scrape target.
+
+Units are in the names; no label carries a version, an id, or anything a user types except `role`-like fixed
+words. Counters with a closed label set exist at 0 from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from ..schemas.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+REGISTRY = CollectorRegistry()
+
+DROP_REASONS = ("stale", "void", "eval", "late", "zero_variance", "truncated", "duplicate", "payload")
+VERSION_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+
+# every process
+stage_records = Counter(
+    "headrace_stage_records", "Records a stage has finished with.", ["stage"], registry=REGISTRY
+)
+dead_letters = Counter(
+    "headrace_dead_letters", "Records that a stage could not use.", ["stage"], registry=REGISTRY
+)
+role_up = Gauge("headrace_role_up", "1 while the role's main loop runs.", ["role"], registry=REGISTRY)
+
+# streams
+scores = Counter("headrace_scores", "Scores by the verifier's status.", ["status"], registry=REGISTRY)
+reward_seconds = Histogram("headrace_reward_seconds", "Time in reward functions.", registry=REGISTRY)
+groups_closed = Counter("headrace_groups_closed", "Groups by what closed them.", ["cause"], registry=REGISTRY)
+groups_open = Gauge("headrace_groups_open", "Groups that wait for members.", registry=REGISTRY)
+samples_admitted = Counter(
+    "headrace_samples_admitted", "Samples passed on to the trainer.", registry=REGISTRY
+)
+samples_dropped = Counter(
+    "headrace_samples_dropped", "Samples not trained, by reason.", ["reason"], registry=REGISTRY
+)
+rereads = Counter(
+    "headrace_rereads", "Times a partition was read again because a record was missing.", registry=REGISTRY
+)
+records_expired = Counter(
+    "headrace_records_expired", "Records that retention removed before they were read.", registry=REGISTRY
+)
+
+# rollout worker
+rollouts = Counter("headrace_rollouts", "Rollouts by how they ended.", ["status"], registry=REGISTRY)
+rollouts_running = Gauge("headrace_rollouts_running", "Rollouts in flight.", registry=REGISTRY)
+rollout_seconds = Histogram("headrace_rollout_seconds", "From start to acknowledged.", registry=REGISTRY)
+admission_waits = Counter(
+    "headrace_admission_wait_seconds", "Time without capacity to start a rollout.", registry=REGISTRY
+)
+clock_skew_seconds = Gauge(
+    "headrace_clock_skew_seconds", "This producer's clock minus the broker's.", registry=REGISTRY
+)
+
+# engine
+engine_version = Gauge("headrace_engine_policy_version", "Version served.", registry=REGISTRY)
+engine_running = Gauge("headrace_engine_requests_running", "Requests in flight.", registry=REGISTRY)
+engine_tokens = Counter("headrace_engine_generated_tokens", "Tokens sampled.", registry=REGISTRY)
+engine_updates = Counter(
+    "headrace_engine_updates", "Weight updates by result.", ["result"], registry=REGISTRY
+)
+engine_pause_seconds = Histogram(
+    "headrace_engine_pause_seconds",
+    "Time without tokens during an update.",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    registry=REGISTRY,
+)
+engine_poisoned = Gauge("headrace_engine_poisoned", "1 while the weights are torn.", registry=REGISTRY)
+
+# trainer
+policy_version = Gauge("headrace_policy_version", "Version trained.", registry=REGISTRY)
+reward_mean = Gauge("headrace_reward_mean", "Mean reward of the last batch.", ["split"], registry=REGISTRY)
+policy_entropy = Gauge("headrace_policy_entropy_nats", "Mean over sampled tokens.", registry=REGISTRY)
+importance_weight_max = Gauge("headrace_importance_weight_max", "Before truncation.", registry=REGISTRY)
+importance_weight_clipped = Gauge(
+    "headrace_importance_weight_clipped_ratio", "Share of tokens at the cap.", registry=REGISTRY
+)
+grad_norm = Gauge("headrace_grad_norm", "Before clipping.", registry=REGISTRY)
+nonfinite_steps = Counter(
+    "headrace_nonfinite_steps", "Steps whose gradient was not finite.", registry=REGISTRY
+)
+staleness_versions = Histogram(
+    "headrace_trajectory_staleness_versions",
+    "Lag of trained samples in versions.",
+    buckets=VERSION_BUCKETS,
+    registry=REGISTRY,
+)
+staleness_in_flight = Histogram(
+    "headrace_trajectory_staleness_in_flight_versions",
+    "The part that arose while sampling.",
+    buckets=VERSION_BUCKETS,
+    registry=REGISTRY,
+)
+staleness_in_queue = Histogram(
+    "headrace_trajectory_staleness_in_queue_versions",
+    "The part that arose while waiting.",
+    buckets=VERSION_BUCKETS,
+    registry=REGISTRY,
+)
+phase_seconds = Counter(
+    "headrace_phase_seconds", "Trainer time by phase: update or stall.", ["phase"], registry=REGISTRY
+)
+last_step_timestamp = Gauge(
+    "headrace_trainer_last_step_timestamp_seconds", "Unix time of the last step.", registry=REGISTRY
+)
+trained_samples = Counter("headrace_trained_samples", "Samples trained.", registry=REGISTRY)
+trained_tokens = Counter("headrace_trained_tokens", "Tokens in trained samples.", registry=REGISTRY)
+mfu = Gauge("headrace_trainer_mfu_ratio", "Model FLOPs utilisation of the update phase.", registry=REGISTRY)
+delta_bytes = Counter("headrace_delta_bytes", "Bytes of weight deltas published.", registry=REGISTRY)
+publish_seconds = Histogram(
+    "headrace_weights_publish_seconds", "Encode, upload and commit.", registry=REGISTRY
+)
+
+
+def _start_at_zero() -> None:
+    for reason in DROP_REASONS:
+        samples_dropped.labels(reason=reason)
+    for status in ("scored", "failed", "void"):
+        scores.labels(status=status)
+    for cause in ("complete", "deadline"):
+        groups_closed.labels(cause=cause)
+    for status in ("completed", "aborted"):
+        rollouts.labels(status=status)
+    for result in ("applied", "refused", "failed"):
+        engine_updates.labels(result=result)
+    for phase in ("update", "stall"):
+        phase_seconds.labels(phase=phase)
+    for stage in ("verify", "advantage", "trainer", "engine"):
+        dead_letters.labels(stage=stage)
+        stage_records.labels(stage=stage)
+
+
+_start_at_zero()
+
+
+def serve(host: str, port: int) -> tuple[WSGIServer, int]:
+    """Serve /metrics in a thread; returns the server and its port (the one chosen, when `port` is 0)."""
+    try:
+        server, _ = start_http_server(port, addr=host, registry=REGISTRY)
+    except (OSError, socket.gaierror) as e:
+        raise ConfigError(
+            f"metrics.port {port} on {host} cannot be used ({e}); choose another, or 0 for a free one"
+        ) from None
+    return server, server.server_port

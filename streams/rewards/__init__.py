@@ -1,0 +1,1 @@
+"""Reward functions by name: built-in ones and `module:attr` plug-ins."""
