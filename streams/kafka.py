@@ -13,7 +13,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
-from kafka.errors import KafkaConnectionError, KafkaError, NoBrokersAvailable, TopicAlreadyExistsError
+from kafka.errors import KafkaConnectionError, KafkaError, KafkaTimeoutError, TopicAlreadyExistsError
 
 from ..schemas.config import KafkaConfig
 from ..schemas.errors import BrokerError, BrokerUnreachableError, ConfigError
@@ -37,6 +37,7 @@ def client_settings(config: KafkaConfig) -> dict[str, Any]:
         "retry_backoff_ms": 10,
         "reconnect_backoff_ms": 50,
         "reconnect_backoff_max_ms": 1000,
+        "bootstrap_timeout_ms": 10_000,
     }
     if config.ssl_cafile is not None:
         settings["ssl_cafile"] = str(config.ssl_cafile)
@@ -52,7 +53,7 @@ def client_settings(config: KafkaConfig) -> dict[str, Any]:
 def _connect(make: Callable[..., Any], config: KafkaConfig, **settings: Any) -> Any:
     try:
         return make(**client_settings(config), **settings)
-    except (NoBrokersAvailable, KafkaConnectionError) as e:
+    except (KafkaTimeoutError, KafkaConnectionError) as e:
         raise BrokerUnreachableError(f"no Kafka broker answers at {config.bootstrap}: {e}") from None
 
 
