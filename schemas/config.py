@@ -45,7 +45,7 @@ class KafkaConfig(Section):
     bootstrap: str | None = None
     """host:port[,host:port]; None: `headrace up` starts a broker of its own."""
     broker: Literal["auto", "embedded", "kafka"] = "auto"
-    """Which one to start when there is no bootstrap: Apache Kafka where kafka_home or KAFKA_HOME is set, else the embedded one."""
+    """Which one to start without a bootstrap; auto: Apache Kafka where kafka_home or KAFKA_HOME is set, else embedded."""
     kafka_home: Path | None = None
     """An unpacked Apache Kafka release (its libs/ folder is on the class path)."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"

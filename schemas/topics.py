@@ -36,9 +36,12 @@ def _bulk(days: int, mib: int) -> dict[str, str]:
 TASKS = TopicSpec(
     topic="tasks", partitions=1, configs={"retention.ms": "-1", "max.message.bytes": str(4 * MIB)}
 )
-TRAJECTORIES = TopicSpec(topic="trajectories", configs=_bulk(7, 4))
+_APPEND_TIME = {"message.timestamp.type": "LogAppendTime"}
+"""The broker's clock decides: groups close by it, and producers measure their own against it."""
+
+TRAJECTORIES = TopicSpec(topic="trajectories", configs=_bulk(7, 4) | _APPEND_TIME)
 FEEDBACK = TopicSpec(topic="feedback", configs=_bulk(14, 1))
-SCORES = TopicSpec(topic="scores", configs=_bulk(7, 1) | {"message.timestamp.type": "LogAppendTime"})
+SCORES = TopicSpec(topic="scores", configs=_bulk(7, 1) | _APPEND_TIME)
 SAMPLES = TopicSpec(topic="samples", per_policy=True, configs=_bulk(7, 1))
 WEIGHTS = TopicSpec(
     topic="weights",
