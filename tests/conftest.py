@@ -1,9 +1,24 @@
-"""Makes a bare `pytest` work in a checkout where headrace is not installed."""
+"""Makes a bare `pytest` work in a checkout where headrace is not installed; brokers for the tests.
+
+`broker` runs a test on both kinds; `embedded_broker` and `kafka_broker` are one kind. Each kind is one process
+for the whole session: tests keep apart by `namespace`.
+"""
+
+from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from headrace.deploy.broker.launcher import Broker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -11,3 +26,45 @@ if importlib.util.find_spec("headrace") is None:
     package = types.ModuleType("headrace")
     package.__path__ = [str(ROOT)]
     sys.modules["headrace"] = package
+
+NO_KAFKA = "no Apache Kafka: set KAFKA_HOME to an unpacked release (kafka.apache.org/downloads; Java 17 or newer on PATH)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that uses Kafka by name carries the marker too."""
+    for item in items:
+        if "kafka_broker" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.kafka)
+
+
+@pytest.fixture(scope="session")
+def embedded_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """The embedded broker, one process for the session."""
+    from headrace.deploy.broker.launcher import start_broker
+
+    with start_broker("embedded", tmp_path_factory.mktemp("embedded")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """Apache Kafka, one process for the session; skips where there is none."""
+    from headrace.deploy.broker.launcher import start_broker
+
+    home = os.environ.get("KAFKA_HOME")
+    if not home:
+        pytest.skip(NO_KAFKA)
+    with start_broker("kafka", tmp_path_factory.mktemp("kafka"), Path(home)) as running:
+        yield running
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+def broker(request: pytest.FixtureRequest) -> Any:
+    """Each kind in turn: an object with .kind, .bootstrap, .config (KafkaConfig) and .limits."""
+    return request.getfixturevalue(f"{request.param}_broker")
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A topic prefix that no other test uses."""
+    return f"t{uuid.uuid4().hex[:12]}"
