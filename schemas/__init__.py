@@ -6,5 +6,6 @@ codec.py        one record <-> one Arrow IPC stream, validated in full
 trajectory.py task.py score.py sample.py feedback.py weights.py engine.py     the records
 deadletter.py   the headers that a dead letter carries beside the original bytes
 delta.py        weights: what changed between two versions, without loss
+                update.py the decoded form · anchor.py all tensors · bitcodec.py one tensor's change · weight_hash.py
 config.py       the configuration tree
 """

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from ...schemas.delta import TensorPatch, WeightUpdate
 from ...schemas.trajectory import VersionSpan
+
+__all__ = ["Engine", "GenerateRequest", "GenerateResult", "TensorPatch", "VersionSpan", "WeightUpdate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,28 +45,6 @@ class GenerateResult:
     """Tile [0, len(token_ids))."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPatch:
-    """What one tensor becomes: `bits` at flat positions `indices`, or everywhere."""
-
-    name: str
-    shape: tuple[int, ...]
-    indices: np.ndarray | None
-    """[n] int64, sorted, unique, in range; None: `bits` holds the whole tensor."""
-    bits: np.ndarray
-    """[n] or [prod(shape)] uint16: bf16 bit patterns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdate:
-    """A whole update, decoded and checked, ready to be written."""
-
-    version: int
-    patches: tuple[TensorPatch, ...]
-    weights_hash: int
-    """Rolling hash (uint64) that the live weights must have afterwards."""
 
 
 class Engine(Protocol):
