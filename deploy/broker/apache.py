@@ -133,7 +133,7 @@ def start(data_dir: Path, home: Path, *, host: str, port: int, log: Path) -> sub
 
     Raises PortTakenError when the port was taken meanwhile, ConfigError with the end of its log otherwise.
     """
-    java, jars = find_java(), find_jars(home.resolve())
+    jars, java = find_jars(home.resolve()), find_java()
     data_dir.mkdir(parents=True, exist_ok=True)
     properties = data_dir / "server.properties"
     properties.write_text(
