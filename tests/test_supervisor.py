@@ -1,0 +1,209 @@
+"""The supervisor with small fake roles: restarts, giving up, stop order, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.deploy.restarts import CONFIG, FENCED, WATCHDOG, RestartRule, RestartState
+from headrace.deploy.supervisor import RoleFailedError, RoleSpec, RoleState, Supervisor
+
+QUICK = RestartRule(first_delay_s=0.01, limit=3)
+
+SLEEPER = """
+import signal, sys, time
+def end(*_):
+    open("order", "a").write(sys.argv[1] + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1] + ".up", "w").close()
+while True: time.sleep(60)
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open("child", "w").write(str(child.pid))
+open(sys.argv[1] + ".up", "w").close()
+while True: time.sleep(60)
+"""
+
+
+def wait_for(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z" if Path("/proc").exists() else True
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def role(here: Path, name: str, code: str, **settings) -> RoleSpec:
+    argv = [sys.executable, "-c", textwrap.dedent(code), name]
+    return RoleSpec(name=name, argv=argv, log=here / "logs" / f"{name}.log", **settings)
+
+
+def run_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
+    def step() -> object:
+        supervisor.check()
+        return condition()
+
+    wait_for(step)
+
+
+def test_roles_stop_in_the_given_order(here: Path) -> None:
+    supervisor = Supervisor()
+    for order, name in [(2, "trainer"), (0, "rollout"), (1, "engine")]:
+        supervisor.start(role(here, name, SLEEPER, stop_order=order))
+    wait_for(lambda: all((here / f"{n}.up").exists() for n in ("trainer", "rollout", "engine")))
+    supervisor.stop()
+    assert (here / "order").read_text().split() == ["rollout", "engine", "trainer"]
+    assert {r.state for r in supervisor.roles} == {RoleState.STOPPED}
+    supervisor.stop()
+
+
+def test_a_role_that_ignores_sigterm_is_killed_with_its_children(here: Path) -> None:
+    supervisor = Supervisor()
+    supervisor.start(role(here, "stubborn", STUBBORN, grace_s=0.1))
+    wait_for((here / "stubborn.up").exists)
+    supervisor.stop()
+    assert supervisor.roles[0].process.returncode == -signal.SIGKILL
+    wait_for(lambda: not alive(int((here / "child").read_text())))
+
+
+def test_hurry_kills_at_once(here: Path) -> None:
+    supervisor = Supervisor()
+    supervisor.start(role(here, "stubborn", STUBBORN, grace_s=3600))
+    wait_for((here / "stubborn.up").exists)
+    supervisor.stop(hurry=lambda: True)
+    assert not alive(supervisor.roles[0].process.pid)
+
+
+def test_a_role_that_dies_is_started_again(here: Path) -> None:
+    code = """
+    import pathlib, sys, time
+    if not pathlib.Path("once").exists():
+        pathlib.Path("once").touch()
+        sys.exit(1)
+    pathlib.Path("second").touch()
+    time.sleep(60)
+    """
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "fragile", code))
+    run_until(supervisor, (here / "second").exists)
+    assert supervisor.roles[0].restarts.total == 1
+    supervisor.stop()
+
+
+def test_a_role_that_keeps_dying_is_given_up_with_the_end_of_its_log(here: Path) -> None:
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "doomed", "import sys; print('the reason'); sys.exit(9)"))
+    with pytest.raises(RoleFailedError, match=r"doomed ended 4 times, .* status 9(.|\n)*the reason"):
+        run_until(supervisor, lambda: False)
+    supervisor.stop()
+
+
+@pytest.mark.parametrize("status", [CONFIG, FENCED])
+def test_what_a_restart_cannot_mend_is_not_restarted(here: Path, status: int) -> None:
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "wrong", f"import sys; print('mend this'); sys.exit({status})"))
+    with pytest.raises(RoleFailedError, match=r"(.|\n)*mend this"):
+        run_until(supervisor, lambda: False)
+    assert supervisor.roles[0].restarts.total == 0
+
+
+def test_a_role_that_may_finish_is_left_finished(here: Path) -> None:
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "trainer", "pass", finishes=True))
+    run_until(supervisor, lambda: supervisor.finished("trainer"))
+    supervisor.stop()
+    assert supervisor.roles[0].state is RoleState.FINISHED
+
+
+def test_a_role_that_must_not_finish_is_restarted_after_status_0(here: Path) -> None:
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "engine", "pass"))
+    run_until(supervisor, lambda: supervisor.roles[0].restarts.total >= 1)
+    supervisor.stop()
+
+
+def test_restarts_back_off_within_a_window() -> None:
+    state = RestartState(RestartRule(limit=3, window_s=100, first_delay_s=1, max_delay_s=3))
+    assert [state.delay_after(1, now=t) for t in (0, 1, 2)] == [1, 2, 3]
+    assert state.delay_after(1, now=3) is None
+    assert state.delay_after(1, now=101.5) == 2
+    assert state.total == 4
+
+
+def test_a_watchdog_exit_is_restarted_at_once_and_counted() -> None:
+    state = RestartState(RestartRule(limit=2))
+    assert state.delay_after(WATCHDOG, now=0) == 0.0
+    assert state.total == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_kill_9_of_the_supervisor_leaves_nothing_running(here: Path) -> None:
+    code = f"""
+    import time
+    from pathlib import Path
+    from headrace.deploy.supervisor import RoleSpec, Supervisor
+    import sys
+    supervisor = Supervisor()
+    for name in ("a", "b"):
+        supervisor.start(RoleSpec(name=name, argv=[sys.executable, "-c", {SLEEPER!r}, name], log=Path(name)))
+    Path("pids").write_text(" ".join(str(r.process.pid) for r in supervisor.roles))
+    while True: time.sleep(60)
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_for(lambda: (here / "a.up").exists() and (here / "b.up").exists() and (here / "pids").exists())
+    pids = [int(p) for p in (here / "pids").read_text().split()]
+    assert all(alive(p) for p in pids)
+    owner.kill()
+    owner.wait()
+    wait_for(lambda: not any(alive(p) for p in pids))
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_interrupts_are_raised_once_and_then_hurry(here: Path, signals: list[signal.Signals]) -> None:
+    code = """
+    import sys, time
+    from pathlib import Path
+    from headrace.deploy.interrupts import Interrupted, Interrupts
+    with Interrupts() as interrupts:
+        try:
+            Path("up").touch()
+            while True: time.sleep(0.01)
+        except Interrupted as e:
+            Path("closing").touch()
+            while sys.argv[1] == "2" and not interrupts.hurry(): time.sleep(0.01)
+            sys.exit(e.exit_status)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(len(signals))])
+    for number, path in zip(signals, ("up", "closing"), strict=False):
+        wait_for((here / path).exists)
+        process.send_signal(number)
+    assert process.wait(20) == 128 + signals[0]
