@@ -1,8 +1,8 @@
 """`sample/1`: the fate of one scored trajectory: admitted to training with an advantage, or dropped and why.
 
 Every score becomes exactly one sample record, admitted or not, so the log itself accounts for each rollout;
-the trainer fetches the payload of admitted ones only. `fate` and `rollout` also travel as headers, so that a
-reader who only counts need not decode.
+the trainer fetches the payload of admitted ones only. `fate`, `rollout` and `trajectory` also travel as headers,
+so that a reader who only counts need not decode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .trajectory import STAMPS_TYPE, Split, stamps_from_row, stamps_to_row
 
 FATE_HEADER = "fate"
 ROLLOUT_HEADER = "rollout"
+TRAJECTORY_HEADER = "trajectory"
 
 
 class Fate(StrEnum):
@@ -107,6 +108,7 @@ def sample_headers(s: Sample) -> Headers:
         *version_headers(SAMPLE.tag, s.policy_id, s.version_min, s.version_max),
         (FATE_HEADER, s.fate.value.encode()),
         (ROLLOUT_HEADER, s.rollout_id.encode()),
+        (TRAJECTORY_HEADER, s.trajectory_id.encode()),
     ]
 
 
