@@ -49,8 +49,11 @@ def tensor_hashes(weights: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 def set_hash(weights: Mapping[str, np.ndarray], hashes: Mapping[str, int] | None = None) -> int:
     """Hash (uint64) of all of `weights`; `hashes`: their tensor hashes where they are known."""
-    known = tensor_hashes(weights) if hashes is None else hashes
-    return sum(entry_hash(name, bits.shape, known[name]) for name, bits in weights.items()) & MASK
+    parts = (
+        entry_hash(name, bits.shape, tensor_hash(bits) if hashes is None else hashes[name])
+        for name, bits in weights.items()
+    )
+    return sum(parts) & MASK
 
 
 def replace_entry(total: int, name: str, shape: tuple[int, ...], old: int, new: int) -> int:

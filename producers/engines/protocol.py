@@ -82,6 +82,9 @@ class Engine(Protocol):
     def apply(self, update: WeightUpdate) -> None:
         """Write `update` in place; only inside `paused()`. `version` is the new one when the pause ends."""
 
+    def advance(self, version: int) -> None:
+        """The same weights under the next version number: no pause is needed. Later tokens carry it."""
+
     def weights_hash(self) -> int:
         """Rolling hash (uint64) of the live weights as bf16, in full; only inside `paused()`."""
 
