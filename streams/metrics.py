@@ -55,6 +55,9 @@ rollout_seconds = Histogram("headrace_rollout_seconds", "From start to acknowled
 admission_waits = Counter(
     "headrace_admission_wait_seconds", "Time without capacity to start a rollout.", registry=REGISTRY
 )
+rollouts_forgotten = Counter(
+    "headrace_rollouts_forgotten", "Rollouts whose fate nobody told in time.", registry=REGISTRY
+)
 clock_skew_seconds = Gauge(
     "headrace_clock_skew_seconds", "This producer's clock minus the broker's.", registry=REGISTRY
 )
@@ -132,7 +135,7 @@ def _start_at_zero() -> None:
         engine_updates.labels(result=result)
     for phase in ("update", "stall"):
         phase_seconds.labels(phase=phase)
-    for stage in ("verify", "advantage", "trainer", "engine"):
+    for stage in ("rollout", "verify", "advantage", "trainer", "engine"):
         dead_letters.labels(stage=stage)
         stage_records.labels(stage=stage)
 

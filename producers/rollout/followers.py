@@ -1,0 +1,180 @@
+"""What a rollout worker learns from the log: one plain consumer in a thread, its records applied on the loop.
+
+tasks -> task pool; engines -> engine pool; weights, samples, dead letters -> ledger. Of samples and dead
+letters only headers and keys are read. Nothing is committed: all of it is rebuilt from the log at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kafka import KafkaConsumer, TopicPartition
+
+from ...schemas import topics as t
+from ...schemas.codec import header
+from ...schemas.config import KafkaConfig
+from ...schemas.engine import ENGINE
+from ...schemas.errors import InvalidMessageError
+from ...schemas.sample import FATE_HEADER, ROLLOUT_HEADER, TRAJECTORY_HEADER, Fate
+from ...schemas.task import TASK
+from ...schemas.weights import WEIGHTS
+from ...streams.kafka import make_consumer, partitions_of
+from .admission import Ledger
+from .engine_pool import EnginePool
+from .tasks import TaskPool
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Applies records to the worker's state."""
+
+    def __init__(
+        self,
+        topics: t.Topics,
+        policy_id: str,
+        *,
+        tasks: TaskPool,
+        engines: EnginePool,
+        ledger: Ledger,
+        refuse: Callable[[Any, InvalidMessageError], None],
+    ) -> None:
+        """`refuse` is told of task records that cannot be used."""
+        self._tasks, self._engines, self._ledger, self._refuse = tasks, engines, ledger, refuse
+        self._appliers: dict[str, Callable[[Any], None]] = {
+            topics.name(t.TASKS): self._task,
+            topics.name(t.ENGINES): self._engine,
+            topics.name(t.WEIGHTS, policy_id): self._weights,
+            topics.name(t.SAMPLES, policy_id): self._sample,
+            topics.name(t.DEADLETTERS): self._dead_letter,
+        }
+
+    def apply(self, records: Sequence[Any]) -> None:
+        """Consumer records, in the order in which they were read."""
+        for record in records:
+            try:
+                self._appliers[record.topic](record)
+            except InvalidMessageError as e:
+                logger.warning(
+                    "record left out topic=%s partition=%d offset=%d: %s",
+                    record.topic,
+                    record.partition,
+                    record.offset,
+                    e,
+                )
+
+    def _task(self, record: Any) -> None:
+        if record.value is None:
+            self._tasks.remove((record.key or b"").decode("utf-8", "replace"))
+            return
+        try:
+            self._tasks.put(TASK.decode(record.value, record.headers))
+        except InvalidMessageError as e:
+            self._refuse(record, e)
+            raise
+
+    def _engine(self, record: Any) -> None:
+        if record.value is None:
+            self._engines.remove((record.key or b"").decode("utf-8", "replace"))
+        else:
+            self._engines.update(ENGINE.decode(record.value, record.headers))
+
+    def _weights(self, record: Any) -> None:
+        weights = WEIGHTS.decode(record.value, record.headers)
+        self._ledger.trained(weights.version, weights.consumed)
+
+    def _sample(self, record: Any) -> None:
+        rollout_id = header(record.headers, ROLLOUT_HEADER) or ""
+        self._ledger.sample(
+            record.partition,
+            record.offset,
+            header(record.headers, TRAJECTORY_HEADER) or rollout_id,
+            rollout_id,
+            admitted=header(record.headers, FATE_HEADER) == Fate.ADMITTED,
+        )
+
+    def _dead_letter(self, record: Any) -> None:
+        if record.key is not None:
+            self._ledger.resolved(record.key.decode("utf-8", "replace"))
+
+
+class LogReader:
+    """The thread that reads. `deliver` gets each poll's records, `failed` what ended the thread early."""
+
+    def __init__(
+        self,
+        config: KafkaConfig,
+        topics: t.Topics,
+        policy_id: str,
+        *,
+        client_id: str,
+        deliver: Callable[[list[Any]], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._config, self._topics, self._policy_id, self._client_id = config, topics, policy_id, client_id
+        self._deliver, self._failed = deliver, failed
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="log-reader", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it. Idempotent."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def _main(self) -> None:
+        try:
+            consumer = make_consumer(self._config, client_id=self._client_id)
+            try:
+                self._read(consumer)
+            finally:
+                consumer.close()
+        except Exception as e:
+            self._failed(e)
+
+    def _read(self, consumer: KafkaConsumer) -> None:
+        weights = partitions_of(consumer, self._topics.name(t.WEIGHTS, self._policy_id))
+        consumer.assign(weights)
+        consumer.seek_to_beginning(*weights)
+        consumed = self._catch_up(consumer, weights)
+        starts = {p: consumer.position(p) for p in weights}
+        samples = partitions_of(consumer, self._topics.name(t.SAMPLES, self._policy_id))
+        starts |= {p: consumed[p.partition] for p in samples if p.partition in consumed}
+        old = [p for p in samples if p not in starts]
+        for spec in (t.TASKS, t.ENGINES):
+            old += partitions_of(consumer, self._topics.name(spec))
+        letters = partitions_of(consumer, self._topics.name(t.DEADLETTERS))
+        consumer.assign([*starts, *old, *letters])
+        consumer.seek_to_beginning(*old)
+        consumer.seek_to_end(*letters)
+        for partition, offset in starts.items():
+            consumer.seek(partition, offset)
+        while not self._stopping.is_set():
+            self._poll(consumer)
+
+    def _catch_up(self, consumer: KafkaConsumer, partitions: list[TopicPartition]) -> dict[int, int]:
+        """Read `weights` to its present end; what the newest version has consumed of `samples`."""
+        ends = consumer.end_offsets(partitions)
+        newest = None
+        while any(consumer.position(p) < ends[p] for p in partitions) and not self._stopping.is_set():
+            records = self._poll(consumer)
+            newest = records[-1] if records else newest
+        if newest is None:
+            return {}
+        try:
+            return dict(WEIGHTS.decode(newest.value, newest.headers).consumed)
+        except InvalidMessageError:
+            return {}  # the ledger drops what is consumed by itself; this only saves reading
+
+    def _poll(self, consumer: KafkaConsumer) -> list[Any]:
+        records = [r for batch in consumer.poll(timeout_ms=100).values() for r in batch]
+        if records:
+            self._deliver(records)
+        return records
