@@ -59,6 +59,10 @@ class Engine(Protocol):
         """Requests in flight."""
 
     @property
+    def alive(self) -> bool:
+        """False once it can never serve again: its loop has ended, or it is closed."""
+
+    @property
     def generated_tokens(self) -> int:
         """Tokens sampled since the start."""
 

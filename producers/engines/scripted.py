@@ -97,7 +97,7 @@ class ScriptedEngine:
         try:
             while True:
                 await self._gate()
-                while not self._step.acquire(blocking=False):  # paused: the event loop stays free
+                while not self._step.acquire(blocking=False):  # noqa: ASYNC110  (another thread holds it)
                     await asyncio.sleep(0.001)
                 try:
                     self._refuse()
