@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ...schemas.engine import EngineState, EngineStatus
@@ -51,7 +51,7 @@ class _Known:
     client: EngineClient
     in_flight: int = 0
     failures: int = 0
-    shunned_until: float = field(default=0.0)
+    shunned_until: float = 0.0
 
 
 class EnginePool:
@@ -78,6 +78,11 @@ class EnginePool:
     def ready(self) -> bool:
         """True when some engine may be asked now."""
         return self._pick(None) is not None
+
+    @property
+    def failing(self) -> bool:
+        """True while no engine's last call went well: then only a group at a time finds out whether one does again."""
+        return all(k.failures for k in self._known.values())
 
     def update(self, status: EngineStatus) -> None:
         """An engine's own record."""

@@ -77,7 +77,8 @@ class RolloutWorker:
         self.clock = ClockCheck()
         self._maker = maker
         self._incarnation = uuid.uuid4().hex[:8]
-        self._groups = 0
+        self.groups_opened = 0
+        """Groups begun; each has a record for every rollout in the end."""
         self._next_task: Task | None = None
         self._episodes: dict[asyncio.Task[None], Episode] = {}
         self._wake = asyncio.Event()
@@ -154,7 +155,7 @@ class RolloutWorker:
             return False
         size = self._maker.size(self._next_task)
         running = self.ledger.running
-        if running and running + size > self.config.rollout.concurrency:
+        if running and (self.engines.failing or running + size > self.config.rollout.concurrency):
             return False
         return self.ledger.may_start(size) and self.clock.may_open(now, running=running)
 
@@ -163,8 +164,7 @@ class RolloutWorker:
         task, self._next_task = self._next_task, None
         assert task is not None
         group_ms = int(self.config.rollout.group_seconds * 1000)
-        self._groups += 1
-        group_id = f"{self.worker_id}.{self._incarnation}.{self._groups}"
+        group_id = f"{self.worker_id}.{self._incarnation}.{self.groups_opened + 1}"
         try:
             group, environment = self._maker.make(task, group_id, self.clock.deadline_ms(now, group_ms))
         except InvalidMessageError as e:
@@ -173,6 +173,7 @@ class RolloutWorker:
             return
         ids = [group.rollout_id(i) for i in range(group.size)]
         self.ledger.start(ids)
+        self.groups_opened += 1
         tasks = [self._start(group, rollout_id, environment, publisher) for rollout_id in ids]
         metrics.rollouts_running.set(self.ledger.running)
         # A little early, so that the markers of what did not finish close the group before its deadline does.
