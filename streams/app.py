@@ -1,0 +1,111 @@
+"""The Faust app: verify and advantage in one consumer group, with the safe parts installed."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from typing import Any
+
+import faust
+
+from ..schemas.config import Config, KafkaConfig
+from ..schemas.errors import ConfigError
+from ..schemas.topics import SCORES, TRAJECTORIES, Topics
+from .advantage import TICK_SECONDS, Advantage
+from .blobs import BlobStore
+from .gate import VersionBook, VersionFollower
+from .kafka import MAX_REQUEST
+from .outbox import Outbox
+from .safe_faust import SafeTableManager, install
+from .verify import Verify
+
+ROLE = "streams"
+COMMIT_SECONDS = 0.5
+BUFFERED_RECORDS = 512
+"""Per stream: what is fetched and not yet looked at."""
+
+
+class StreamsApp(faust.App):
+    """A Faust app with the two stages beside it."""
+
+    verify_stage: Verify
+    advantage_stage: Advantage
+    follower: VersionFollower
+
+
+def create_app(config: Config) -> StreamsApp:
+    """The app of one streams worker, not yet started. Raises ConfigError."""
+    topics = Topics(config.run.namespace)
+    app = StreamsApp(topics.group(ROLE), **_settings(config, topics))
+    install(app)
+    outbox = Outbox(app)
+    app.follower = VersionFollower(config.kafka, topics, VersionBook())
+    app.verify_stage = Verify(config, topics, outbox, BlobStore(config.store_uri))
+    app.advantage_stage = Advantage(config, topics, outbox, app, app.follower)
+    _add_agents(app, topics)
+    return app
+
+
+def _add_agents(app: StreamsApp, topics: Topics) -> None:
+    def raw(name: str) -> Any:
+        return app.topic(name, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+
+    @app.agent(raw(topics.name(TRAJECTORIES)), name="verify")
+    async def verify(stream: Any) -> None:
+        await app.verify_stage.run(stream)
+
+    @app.agent(raw(topics.name(SCORES)), name="advantage")
+    async def advantage(stream: Any) -> None:
+        await app.advantage_stage.run(stream)
+
+    @app.timer(interval=TICK_SECONDS)
+    async def close_groups() -> None:
+        await app.advantage_stage.tick(int(time.time() * 1000))
+
+
+def _settings(config: Config, topics: Topics) -> dict[str, Any]:
+    if config.kafka.bootstrap is None:
+        raise ConfigError("kafka.bootstrap is not set: give host:port, or let `headrace up` start a broker")
+    data = config.run.dir / "faust"
+    data.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "broker": ";".join(f"kafka://{address}" for address in config.kafka.bootstrap.split(",")),
+        "datadir": data,
+        "store": "memory://",
+        "autodiscover": False,
+        "web_enabled": False,
+        "topic_allow_declare": False,
+        "topic_disable_leader": True,
+        "TableManager": SafeTableManager,
+        "stream_wait_empty": False,
+        "stream_buffer_maxsize": BUFFERED_RECORDS,
+        "broker_session_timeout": 6.0,
+        "broker_heartbeat_interval": 1.0,
+        "broker_commit_interval": COMMIT_SECONDS,
+        "consumer_auto_offset_reset": "earliest",
+        "consumer_max_fetch_size": MAX_REQUEST,
+        "producer_max_request_size": MAX_REQUEST,
+        "producer_acks": -1,
+        "producer_linger": 0.005,
+        "broker_credentials": _credentials(config.kafka),
+    }
+    if config.kafka.static_members:
+        settings["consumer_group_instance_id"] = f"{topics.group(ROLE)}-0"
+    return settings
+
+
+def _credentials(kafka: KafkaConfig) -> Any:
+    if kafka.security_protocol == "PLAINTEXT":
+        return None
+    context = None
+    if kafka.security_protocol.endswith("SSL"):
+        context = ssl.create_default_context(cafile=str(kafka.ssl_cafile) if kafka.ssl_cafile else None)
+    if kafka.security_protocol == "SSL":
+        return faust.SSLCredentials(context)
+    password = kafka.sasl_password
+    return faust.SASLCredentials(
+        username=kafka.sasl_username,
+        password=password.get_secret_value() if password is not None else None,
+        ssl_context=context,
+        mechanism=kafka.sasl_mechanism,
+    )

@@ -1,0 +1,223 @@
+"""Faust without its losses: a consumer that hands out every record, in order, or none of what follows it.
+
+Faust 0.15 loses records where three things meet: it lets records through while it still seeks, it takes a
+jump in offsets for a hole in the topic, and it commits past what it has not seen. Here one offset per
+partition is due next (the gate); nothing above it passes before it, no jump is explained away, nothing is
+committed before the start of a partition is known, and a head that got lost is read again.
+
+It holds for topics without holes: not compacted, not written by transactions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import faust
+from aiokafka.errors import IllegalStateError
+from faust.tables.manager import TableManager
+from faust.tables.recovery import Recovery
+from faust.transport.drivers.aiokafka import Consumer
+from faust.types import TP
+
+from . import metrics
+
+logger = logging.getLogger(__name__)
+
+HEAD_MISSING_SECONDS = 2.0
+MAX_HEAD_MISSING_SECONDS = 8.0
+"""A head that stays away is asked for again at growing distance, so that a full queue can drain."""
+
+
+def install(app: faust.App) -> None:
+    """Make `app` use the safe consumer; before it starts. Its TableManager is set when the app is made."""
+    app.transport.Consumer = SafeConsumer
+
+
+class SafeRecovery(Recovery):
+    """Stops the flow before partitions are resumed, so that nothing is delivered until the seek is done."""
+
+    async def on_recovery_completed(self, generation_id: int = 0) -> None:
+        """With tables."""
+        self.app.consumer.stop_flow()
+        await super().on_recovery_completed(generation_id)
+
+    async def _resume_streams(self, generation_id: int = 0) -> None:
+        """Without tables."""
+        self.app.consumer.stop_flow()
+        await super()._resume_streams(generation_id)
+
+
+class SafeTableManager(TableManager):
+    """Builds the safe recovery."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """The recovery service, made on first use."""
+        if self._recovery is None:
+            self._recovery = SafeRecovery(self.app, self, beacon=self.beacon, loop=self.loop)
+        return self._recovery
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A committed offset that no message stands for."""
+
+    offset: int
+    since: float
+    patience: float = HEAD_MISSING_SECONDS
+
+
+class SafeConsumer(Consumer):
+    """Whole and in order, or not at all."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._due: dict[TP, int] = {}
+        """Per input partition the one offset that may be delivered next."""
+        self._missing: dict[TP, _Missing] = {}
+        super().__init__(*args, **kwargs)
+
+    def delivered(self) -> dict[TP, int | None]:
+        """Per assigned input partition the offset that is due next; None while it is unknown. Any thread."""
+        return {tp: self._due.get(tp) for tp in self._inputs(self.assignment())}
+
+    def committed(self) -> dict[TP, int | None]:
+        """Per assigned input partition the committed offset, as this process knows it. Any thread."""
+        return {tp: self._committed_offset.get(tp) for tp in self._inputs(self.assignment())}
+
+    async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, Any]]:  # noqa: ASYNC109
+        """Messages in the order of their offsets: what comes early is sought back to, what comes again is skipped."""
+        sought: set[TP] = set()
+        async for tp, message in super().getmany(timeout):
+            if self._is_changelog_tp(tp):
+                yield tp, message
+                continue
+            due = self._due.get(tp)
+            if due is None or message.offset < due or tp in sought:
+                continue
+            if message.offset > due:
+                sought.add(tp)
+                logger.info("a jump in %s: due=%d came=%d", tp, due, message.offset)
+                await self._seek_if_assigned(tp, due)
+                continue
+            self._due[tp] = due + 1
+            self._read_offset[tp] = None  # else Faust drops what it thinks it has read before
+            yield tp, message
+
+    async def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        """Nothing is due any more."""
+        self._forget(revoked)
+        await super().on_partitions_revoked(revoked)
+
+    async def seek(self, partition: TP, offset: int) -> None:
+        """Read `partition` from `offset` on."""
+        self._due.pop(partition, None)
+        await self.seek_wait({partition: offset})
+        self._read_offset[partition] = offset or None
+        self._due[partition] = offset
+
+    async def perform_seek(self) -> None:
+        """Read every input partition from its committed offset on, or from its earliest record."""
+        self._forget(list(self._due))
+        await super().perform_seek()
+        await self._settle(self._inputs(self.assignment()))
+
+    async def force_commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
+        """Commit, then read again what has been missing for too long."""
+        did_commit = await super().force_commit(topics, start_new_transaction=start_new_transaction)
+        if self.flow_active and not self.app.rebalancing and not self.should_stop:
+            for tp in self._long_missing(time.monotonic()):
+                await self._reread(tp)
+        return did_commit
+
+    async def _add_gap(self, tp: TP, offset_from: int, offset_to: int) -> None:
+        """A jump is a race, never a hole: these topics have none."""
+
+    def _new_offset(self, tp: TP) -> int | None:
+        """What may be committed: only what follows the committed offset without a cut."""
+        committed, acked = self._committed_offset.get(tp), self._acked.get(tp)
+        if committed is None or not acked or min(acked) > committed:
+            return None
+        return super()._new_offset(tp)
+
+    def _inputs(self, tps: Iterable[TP]) -> list[TP]:
+        return [tp for tp in tps if not self._is_changelog_tp(tp)]
+
+    def _forget(self, tps: Iterable[TP]) -> None:
+        for tp in tps:
+            self._due.pop(tp, None)
+            self._missing.pop(tp, None)
+
+    async def _seek_if_assigned(self, tp: TP, offset: int) -> None:
+        try:
+            await self.seek(tp, offset)
+        except IllegalStateError:
+            logger.info("%s was taken away during a seek", tp)
+
+    async def _settle(self, tps: list[TP]) -> None:
+        """Give every partition a start: the committed offset, moved into the range that the broker has."""
+        if not tps:
+            return
+        earliest, ends = await self.earliest_offsets(*tps), await self.highwaters(*tps)
+        for tp in tps:
+            committed = self._committed_offset.get(tp)
+            start = self._start_of(tp, committed, earliest.get(tp), ends.get(tp))
+            if start is None:
+                continue
+            if start != committed:
+                await self.seek(tp, start)
+                self._committed_offset[tp] = start
+            self._due[tp] = start
+
+    def _start_of(self, tp: TP, committed: int | None, earliest: int | None, end: int | None) -> int | None:
+        if committed is None or earliest is None or end is None:
+            return committed if committed is not None else earliest
+        if committed < earliest:
+            logger.warning("%s: records %d to %d expired unread", tp, committed, earliest - 1)
+            metrics.records_expired.inc(earliest - committed)
+        elif committed > end:
+            logger.warning(
+                "%s: committed=%d is beyond the end=%d; the broker lost records", tp, committed, end
+            )
+        return min(max(committed, earliest), max(end, earliest))
+
+    def _long_missing(self, now: float) -> list[TP]:
+        """Partitions whose head has had no message for too long, or that have no start."""
+        found = []
+        for tp in self._inputs(self.assignment()):
+            head = self._missing_head(tp)
+            known = self._missing.get(tp)
+            if head is None:
+                self._missing.pop(tp, None)
+            elif known is None or known.offset != head:
+                self._missing[tp] = _Missing(head, now)
+            elif now - known.since >= known.patience:
+                known.since, known.patience = now, min(2 * known.patience, MAX_HEAD_MISSING_SECONDS)
+                found.append(tp)
+        return found
+
+    def _missing_head(self, tp: TP) -> int | None:
+        """The committed offset when later ones are done and no message of it is at work; -1 without a start."""
+        committed, acked = self._committed_offset.get(tp), self._acked.get(tp)
+        if committed is None or tp not in self._due:
+            return -1
+        if not acked or min(acked) <= committed:
+            return None
+        at_work = any(m.tp == tp and m.offset == committed for m in list(self._unacked_messages))
+        return None if at_work else committed
+
+    async def _reread(self, tp: TP) -> None:
+        metrics.rereads.inc()
+        committed = self._committed_offset.get(tp)
+        logger.warning("%s: offset %s is missing, reading again", tp, committed)
+        try:
+            if committed is None:
+                await self.perform_seek()
+                return
+            await self.seek(tp, committed)
+            await self._settle([tp])
+        except IllegalStateError:
+            logger.info("%s was taken away during a seek", tp)
