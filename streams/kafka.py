@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
@@ -114,10 +114,17 @@ def partitions_of(consumer: KafkaConsumer, topic: str, *, timeout_s: float = 30.
         time.sleep(0.1)
 
 
-def create_topics(config: KafkaConfig, topics: Topics, policies: Iterable[str]) -> list[str]:
+def create_topics(
+    config: KafkaConfig,
+    topics: Topics,
+    policies: Iterable[str],
+    *,
+    settings: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[str]:
     """Create what is missing from the table in schemas/topics.py; returns the names created.
 
-    Topics that exist are left as they are. Raises BrokerError when the broker refuses one.
+    `settings` maps a topic of the table ("scores") to Kafka settings over the table's. Topics that exist are
+    left as they are. Raises BrokerError when the broker refuses one.
     """
     policies = list(policies)
     wanted = {}
@@ -130,7 +137,8 @@ def create_topics(config: KafkaConfig, topics: Topics, policies: Iterable[str]) 
         created = []
         for name in missing:
             spec = wanted[name]
-            new = NewTopic(name, spec.partitions, config.replication_factor, topic_configs=dict(spec.configs))
+            configs = {**spec.configs, **(settings or {}).get(spec.topic, {})}
+            new = NewTopic(name, spec.partitions, config.replication_factor, topic_configs=configs)
             try:
                 admin.create_topics([new])
                 created.append(name)
