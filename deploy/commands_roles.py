@@ -1,0 +1,77 @@
+"""One role per command, for production and for the supervisor: they block until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import ConfigOption, SetOption
+from .settings import load
+
+PANEL = "One role"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (engine, streams, rollout, train):
+        app.command(rich_help_panel=PANEL)(command)
+
+
+def engine(
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    engine_id: Annotated[
+        str, typer.Option("--id", help="Unique among the engines of a namespace.")
+    ] = "engine-0",
+) -> None:
+    """Sample tokens, and follow the policy's weights while doing so."""
+    _run("headrace.producers.engines.role", config, sets or (), engine_id)
+
+
+def streams(config: ConfigOption = None, sets: SetOption = None) -> None:
+    """Verify trajectories, compute advantages, drop what is stale (Faust)."""
+    _run("headrace.streams.worker", config, sets or ())
+
+
+def rollout(
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    worker_id: Annotated[
+        str, typer.Option("--id", help="Unique among the workers of a namespace.")
+    ] = "rollout-0",
+) -> None:
+    """Play tasks against an engine and publish the trajectories."""
+    _run("headrace.producers.rollout.worker", config, sets or (), worker_id)
+
+
+def train(config: ConfigOption = None, sets: SetOption = None) -> None:
+    """Train on the samples topic and publish every version's weights."""
+    _run("headrace.consumers.trainer.role", config, sets or ())
+
+
+def _run(module: str, path: Path | None, sets: Sequence[str], *args: str) -> None:
+    loaded = load(path, sets)
+    if path is not None:
+        sys.path.append(str(path.resolve().parent))
+    configure_logging()
+    status = importlib.import_module(module).main(loaded, *args)
+    raise typer.Exit(status or 0)
+
+
+def configure_logging() -> None:
+    """Standard error, one line a record; HEADRACE_LOG_LEVEL chooses the level."""
+    logging.basicConfig(
+        level=os.environ.get("HEADRACE_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    for noisy in ("kafka", "aiokafka", "faust", "mode", "urllib3", "httpx", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

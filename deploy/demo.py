@@ -1,0 +1,80 @@
+"""`headrace demo`: the whole loop from nothing, on a task that this machine learns in minutes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ..schemas.config import Config, load_config
+from ..schemas.errors import ConfigError
+from .presets import PRESETS, Preset
+from .run_dir import clear, locked
+from .running import Goal, run
+from .stack import Plan, python
+
+MARKER = "demo"
+"""File in the run's folder that says who made it."""
+
+
+def demo(
+    *,
+    task: str,
+    seed: int,
+    steps: int | None,
+    target: float | None,
+    run_dir: Path | None,
+    bootstrap: str | None,
+    kafka_home: Path | None,
+    overrides: dict[str, Any],
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run the demo and return its summary; raises as `running.run` does."""
+    started = time.monotonic()
+    preset = PRESETS.get(task)
+    if preset is None:
+        raise ConfigError(f"--task {task!r}: the demo knows {' and '.join(PRESETS)}")
+    run_dir = (run_dir or Path("runs") / f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    with locked(run_dir):
+        clear(run_dir, marker=MARKER)
+        (run_dir / MARKER).touch()
+    config = _config(preset, seed, steps, run_dir, bootstrap, kafka_home, overrides)
+    plan = Plan(
+        config=config,
+        tasks=list(preset.tasks()),
+        prepare=[*python("headrace.consumers.trainer.warmstart"), task, str(seed), str(config.policy.model)],
+    )
+    goal = Goal(
+        reward=None if steps is not None and target is None else target or preset.target,
+        steps=steps or preset.max_steps,
+        seconds=preset.max_seconds,
+        steps_suffice=steps is not None,
+    )
+    return run(
+        plan, goal, title=f"headrace demo: {task}, seed {seed}", task=task, quiet=quiet, started=started
+    )
+
+
+def _config(
+    preset: Preset,
+    seed: int,
+    steps: int | None,
+    run_dir: Path,
+    bootstrap: str | None,
+    kafka_home: Path | None,
+    overrides: dict[str, Any],
+) -> Config:
+    settings: dict[str, Any] = {
+        **preset.settings,
+        "run.dir": str(run_dir),
+        "run.seed": seed,
+        "policy.model": str(run_dir / "model"),
+        "trainer.steps": steps or preset.max_steps,
+        "kafka.bootstrap": bootstrap,
+        "kafka.kafka_home": str(kafka_home.resolve()) if kafka_home is not None else None,
+    }
+    if bootstrap is not None:
+        # Somebody else's broker may hold earlier demos.
+        settings["run.namespace"] = f"demo-{uuid.uuid4().hex[:8]}"
+    return load_config(overrides={**settings, **overrides})

@@ -1,0 +1,85 @@
+"""Reads a run's log into its History: weights and engines record by record, the other topics by their ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ..schemas.config import Config
+from ..schemas.engine import ENGINE
+from ..schemas.errors import InvalidMessageError
+from ..schemas.topics import DEADLETTERS, ENGINES, TRAJECTORIES, Topics
+from ..schemas.topics import WEIGHTS as WEIGHTS_TOPIC
+from ..schemas.weights import WEIGHTS
+from ..streams.kafka import make_consumer, partitions_of
+from .history import History
+
+logger = logging.getLogger(__name__)
+
+COUNT_SECONDS = 1.0
+"""Between two looks at the ends of topics."""
+CATCH_UP_SECONDS = 10.0
+
+
+class Follower:
+    """A plain consumer that belongs to no group."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.history = History()
+        self._clock = clock
+        topics, policy = Topics(config.run.namespace), config.policy.id
+        self._policy = policy
+        self._consumer = make_consumer(config.kafka, client_id="headrace-follower")
+        self._weights = partitions_of(self._consumer, topics.name(WEIGHTS_TOPIC, policy))
+        engines = partitions_of(self._consumer, topics.name(ENGINES))
+        self._trajectories = partitions_of(self._consumer, topics.name(TRAJECTORIES))
+        self._letters = partitions_of(self._consumer, topics.name(DEADLETTERS))
+        self._followed = [*self._weights, *engines]
+        self._consumer.assign(self._followed)
+        # A run that goes on after a restart keeps its curve; engines of an earlier run are of no interest.
+        self._consumer.seek_to_beginning(*self._weights)
+        self._consumer.seek_to_end(*engines)
+        self._counted = 0.0
+
+    def poll(self, timeout_s: float) -> bool:
+        """Take in what there is, waiting at most `timeout_s`; True if the learning curve grew."""
+        before = len(self.history.steps)
+        for records in self._consumer.poll(int(timeout_s * 1000)).values():
+            for record in records:
+                self._take(record)
+        if self._clock() - self._counted > COUNT_SECONDS:
+            self._count()
+        return len(self.history.steps) > before
+
+    def catch_up(self) -> None:
+        """Read everything that is on the log at this moment."""
+        ends = self._consumer.end_offsets(self._followed)
+        deadline = self._clock() + CATCH_UP_SECONDS
+        while any(self._consumer.position(p) < ends[p] for p in ends) and self._clock() < deadline:
+            self.poll(0.1)
+        self._count()
+
+    def close(self) -> None:
+        """Leave."""
+        self._consumer.close()
+
+    def _take(self, record: object) -> None:
+        value, headers = record.value, record.headers  # type: ignore[attr-defined]
+        if value is None:
+            return
+        try:
+            if record.topic == self._weights[0].topic:  # type: ignore[attr-defined]
+                self.history.add_weights(WEIGHTS.decode(value, headers))
+            else:
+                status = ENGINE.decode(value, headers)
+                if status.policy_id == self._policy:
+                    self.history.add_engine(status)
+        except InvalidMessageError as e:
+            logger.warning("a record cannot be shown: %s", e)
+
+    def _count(self) -> None:
+        self._counted = self._clock()
+        ends = self._consumer.end_offsets([*self._trajectories, *self._letters])
+        self.history.trajectories = sum(ends[p] for p in self._trajectories)
+        self.history.dead_letters = sum(ends[p] for p in self._letters)

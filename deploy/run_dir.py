@@ -1,0 +1,71 @@
+"""The folder of one run on this machine, and the lock that keeps a second run out of it.
+
+config.json   the whole configuration, as its processes got it      logs/      one file a process
+broker/       the local broker's data                               blobs/     the local object store
+model/        version 0 of the demo                                 summary.json, plot.png    at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..schemas.errors import ConfigError
+
+LOCK = "lock"
+OURS = (
+    "config.json",
+    "logs",
+    "broker",
+    "blobs",
+    "checkpoints",
+    "faust",
+    "model",
+    "summary.json",
+    "plot.png",
+    LOCK,
+)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold `run_dir`; ConfigError while another process does. The lock goes with the process, however it ends."""
+    import fcntl
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ConfigError(
+                f"{run_dir} is in use by another run (process {lock.read().strip() or 'unknown'}); "
+                "stop it, or choose another --run-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def clear(run_dir: Path, *, marker: str) -> None:
+    """Remove what an earlier run of the same kind left in `run_dir`; ConfigError where it holds anything else.
+
+    `marker`: a file that only such a run writes.
+    """
+    found = {p.name for p in run_dir.iterdir()} - {LOCK}
+    if not found:
+        return
+    foreign = sorted(found - {*OURS, marker})
+    if marker not in found or foreign:
+        what = f"holds {foreign[0]}" if foreign else "holds another run"
+        raise ConfigError(f"{run_dir} {what}: choose an empty or a new folder with --run-dir")
+    for name in found:
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,141 @@
+"""Runs a stack to its end: shows what happens, follows the log, stops everything, sums up.
+
+`headrace demo` and `headrace up` differ in the plan and in when they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..schemas.errors import HeadraceError
+from .follow import Follower
+from .history import History
+from .interrupts import Interrupted, Interrupts
+from .run_dir import locked
+from .screen import Screen
+from .stack import Plan, Stack
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """When a run is done. Without a limit it goes on until it is stopped."""
+
+    reward: float | None = None
+    """Exponential mean of the reward."""
+    steps: int | None = None
+    seconds: float | None = None
+    steps_suffice: bool = True
+    """False: ending by `steps` or `seconds` without `reward` is a failure."""
+
+    def reached(self, history: History, *, seconds: float, trained: bool) -> str | None:
+        """Why the run is over, or None."""
+        done = len(history.steps)
+        if (
+            self.reward is not None
+            and history.reward is not None
+            and done > 1
+            and history.reward >= self.reward
+        ):
+            return f"the reward reached {history.reward:.3f}"
+        if trained or (self.steps is not None and (history.version or 0) >= self.steps):
+            return f"{history.version} steps are done"
+        if self.seconds is not None and seconds > self.seconds:
+            return f"the time limit of {self.seconds:.0f} s has passed"
+        return None
+
+    def missed(self, history: History) -> str | None:
+        """Why a run that ended did not do what it was for, or None."""
+        if not history.steps:
+            return "no step was trained"
+        if self.reward is not None and not self.steps_suffice and (history.reward or 0.0) < self.reward:
+            return f"the reward came to {history.reward:.3f}, not to {self.reward}"
+        return None
+
+
+class RunFailedError(HeadraceError):
+    """The run ended without having done what it was for."""
+
+
+def run(
+    plan: Plan,
+    goal: Goal,
+    *,
+    title: str,
+    task: str,
+    quiet: bool,
+    started: float | None = None,
+) -> dict[str, Any]:
+    """Run `plan` until `goal`; returns the summary, which also goes to summary.json, with plot.png beside it.
+
+    `quiet` keeps standard output free (progress goes to standard error). Ctrl-C ends the run: Interrupted, after
+    everything has been stopped. Raises RoleFailedError, BrokerError, ConfigError, or RunFailedError.
+    """
+    started = time.monotonic() if started is None else started
+    started_ms = int((time.time() - (time.monotonic() - started)) * 1000)
+    run_dir = plan.config.run.dir.resolve()
+    with Interrupts() as interrupts, locked(run_dir), Screen(title, started=started, quiet=quiet) as screen:
+        stack = Stack(plan, tick=screen.phase, hurry=interrupts.hurry)
+        screen.roles = lambda: stack.supervisor.roles
+        follower: Follower | None = None
+        try:
+            stack.start()
+            follower = Follower(stack.config)
+            screen.history = follower.history
+            why = _follow(stack, follower, goal, screen, started)
+            seconds = time.monotonic() - started
+            interrupts.closing()
+            screen.phase(f"stopping: {why}")
+            stack.stop_roles()
+            follower.catch_up()
+        except Interrupted:
+            screen.phase("stopping: interrupted")
+            raise
+        finally:
+            interrupts.closing()
+            if follower is not None:
+                follower.close()
+            stack.stop()
+        history = follower.history
+        summary = history.summary(
+            task=task, seed=plan.config.run.seed, seconds=seconds, started_ms=started_ms
+        ) | {"ended": why, "run_dir": str(run_dir)}
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        if history.steps:
+            from .plot import draw
+
+            screen.phase("drawing the plot")
+            draw(history, run_dir / "plot.png", title=title)
+    missed = goal.missed(history)
+    if missed is not None:
+        raise RunFailedError(f"{why}, but {missed}; logs are in {run_dir / 'logs'}")
+    return summary
+
+
+def _follow(stack: Stack, follower: Follower, goal: Goal, screen: Screen, started: float) -> str:
+    """Until the goal is reached; returns why the run is over."""
+    reached: Callable[[], str | None] = lambda: goal.reached(  # noqa: E731
+        follower.history, seconds=time.monotonic() - started, trained=stack.trained
+    )
+    while True:
+        grew = follower.poll(POLL_SECONDS)
+        stack.check()
+        screen.refresh(grew=grew)
+        why = reached()
+        if why is not None:
+            return why
+
+
+def show(summary: dict[str, Any], *, quiet: bool) -> None:
+    """The end of a run for people."""
+    from rich.console import Console
+
+    from .view import summary_table
+
+    Console(file=sys.stderr if quiet else sys.stdout).print(summary_table(summary))

@@ -1,0 +1,143 @@
+"""What people see: the live view of a run, progress lines where there is no terminal, the status table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..streams.status import Status
+from .history import History
+from .supervisor import Role
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 60
+
+
+def sparkline(
+    values: Sequence[float], *, width: int = SPARK_WIDTH, low: float = 0.0, high: float = 1.0
+) -> str:
+    """Block characters between `low` and `high`; longer series are thinned to `width`."""
+    if not values:
+        return ""
+    picked = values if len(values) <= width else [values[i * len(values) // width] for i in range(width)]
+    span = (high - low) or 1.0
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[min(top, max(0, round((v - low) / span * top)))] for v in picked)
+
+
+def run_view(
+    title: str, history: History, roles: Sequence[Role], *, seconds: float, phase: str
+) -> RenderableType:
+    """The live view of a run that this process started."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    for name, value in _facts(history, seconds, phase):
+        facts.add_row(name, value)
+    processes = Table("process", "state", "restarts", box=None, pad_edge=False, header_style="dim")
+    for role in roles:
+        style = {"running": "green", "failed": "bold red", "waiting": "yellow"}.get(role.state, "dim")
+        processes.add_row(role.spec.name, Text(role.state, style=style), str(role.restarts.total))
+    return Panel(Group(facts, "", processes), title=title, title_align="left")
+
+
+def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = [("time", f"{seconds:.0f} s   {phase}")]
+    if history.steps:
+        last = history.steps[-1]
+        curve = Text(sparkline([s.reward_ema for s in history.steps]), style="cyan")
+        rows += [
+            ("reward", f"{last.reward_ema:.3f}  (last batch {last.reward_mean:.3f})"),
+            ("", curve),
+            ("version", f"{last.version}   trained {history.trained} of {history.trajectories} trajectories"),
+            ("lag", f"mean {last.lag_mean:.2f}  max {last.lag_max:.0f}"),
+        ]
+    else:
+        rows.append(("version", "-" if history.version is None else str(history.version)))
+        rows.append(("trajectories", str(history.trajectories)))
+    if history.dropped:
+        rows.append(("dropped", "  ".join(f"{k} {v}" for k, v in sorted(history.dropped.items()))))
+    if history.dead_letters:
+        rows.append(("dead letters", Text(str(history.dead_letters), style="yellow")))
+    for engine in history.engines.values():
+        pause = "" if engine.pause_ms is None else f"  pause {engine.pause_ms:.1f} ms"
+        rows.append(
+            (
+                engine.engine_id,
+                f"{engine.state}  version {engine.version}  {engine.running} requests{pause}  "
+                f"{history.tokens_per_second:.0f} tokens/s",
+            )
+        )
+    return rows
+
+
+def progress_line(history: History, *, seconds: float) -> str:
+    """One line for a log: the newest step."""
+    last = history.steps[-1]
+    return (
+        f"{seconds:6.1f} s  version {last.version:4d}  reward {last.reward_mean:.3f}  mean {last.reward_ema:.3f}  "
+        f"lag {last.lag_mean:.2f}/{last.lag_max:.0f}  {history.tokens_per_second:.0f} tokens/s"
+    )
+
+
+def status_view(status: Status) -> RenderableType:
+    """`headrace status` for people."""
+    stages = Table(
+        "stage", "position", "lag", "oldest", "version", box=None, pad_edge=False, header_style="bold"
+    )
+    for s in status.stages:
+        lag = Text(str(s.lag_records), style="yellow" if s.oldest_age_s > 10 else "")
+        stages.add_row(
+            s.stage,
+            str(s.position),
+            lag,
+            f"{s.oldest_age_s:.1f} s",
+            "-" if s.version is None else str(s.version),
+        )
+    engines = Table(
+        "engine",
+        "state",
+        "version",
+        "running",
+        "updates",
+        "pause",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+    for e in status.engines:
+        pause = "-" if e.pause_ms is None else f"{e.pause_ms:.1f} ms"
+        engines.add_row(e.engine_id, e.state.value, str(e.version), str(e.running), str(e.updates), pause)
+    head = f"{status.namespace} / {status.policy_id} at {status.bootstrap}: version "
+    head += "none yet" if status.version is None else f"{status.version}, {status.version_age_s:.1f} s old"
+    parts: list[RenderableType] = [
+        head,
+        "",
+        stages,
+        "",
+        engines if status.engines else "no engine has reported",
+    ]
+    if status.metrics:
+        parts += ["", "  ".join(f"{k} {v:.4g}" for k, v in status.metrics.items())]
+    if status.dead_letters:
+        parts += ["", Text(f"{status.dead_letters} dead letters: headrace deadletters ls", style="yellow")]
+    return Group(*parts)
+
+
+def summary_table(summary: dict[str, object]) -> RenderableType:
+    """The end of a run."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in summary.items():
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+            if isinstance(value, dict)
+            else str(value)
+        )
+        table.add_row(name.replace("_", " "), shown)
+    return table
