@@ -1,0 +1,107 @@
+"""The live model: bf16-rounded values, a forward that returns what the loss needs and nothing more.
+
+The language-model head runs on the trained positions alone where the model allows it (compared once with the
+full forward when the model is loaded), in chunks that are recomputed on the way back when the vocabulary is large.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ...schemas.errors import ConfigError
+from .batch import MicroBatch
+from .loss import token_statistics
+
+logger = logging.getLogger(__name__)
+
+CHUNK_LOGITS = 1 << 25
+"""Logits held at once, in numbers."""
+
+
+class LiveModel:
+    """A causal language model whose parameters the trainer overwrites after each step."""
+
+    def __init__(self, model: torch.nn.Module, *, gradient_checkpointing: bool = False) -> None:
+        """`model`: a transformers causal LM, already in the dtype and on the device of the arithmetic."""
+        self.model = model
+        self.model.train()
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        """Hugging Face name -> parameter; tied ones once."""
+        for p in self.parameters.values():
+            p.requires_grad_(True)
+        self._pick_head()
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arithmetic is done."""
+        return next(iter(self.parameters.values())).device
+
+    def evaluate(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy at every trained position, [N] float32 each, with gradient."""
+        if self._head is None:
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            rows = logits.flatten(0, 1)[batch.predictors]
+            return token_statistics(rows / batch.temperatures[:, None], batch.targets)
+        hidden = self._decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        rows = hidden.flatten(0, 1)[batch.predictors]
+        size = max(1, CHUNK_LOGITS // self._head.weight.shape[0])
+        if len(rows) <= size:
+            return self._statistics(rows, batch.temperatures, batch.targets)
+        parts = [
+            checkpoint(self._statistics, *part, use_reentrant=False)
+            for part in zip(
+                rows.split(size), batch.temperatures.split(size), batch.targets.split(size), strict=True
+            )
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _statistics(
+        self, hidden: torch.Tensor, temperatures: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._head is not None
+        return token_statistics(self._head(hidden).float() / temperatures[:, None], targets)
+
+    def _pick_head(self) -> None:
+        """Use decoder + head apart if that equals the whole model (no scaled or capped logits in between)."""
+        self._decoder = getattr(self.model, self.model.base_model_prefix, None)  # type: ignore[call-overload]
+        self._head = self.model.get_output_embeddings()  # type: ignore[operator]
+        if self._decoder is None or self._head is None:
+            self._head = None
+            return
+        probe = torch.arange(4, device=self.device)[None] % self._head.weight.shape[0]
+        self.model.eval()
+        with torch.no_grad():
+            whole = self.model(input_ids=probe, use_cache=False).logits
+            apart = self._head(self._decoder(input_ids=probe, use_cache=False).last_hidden_state)
+        self.model.train()
+        if not torch.equal(whole, apart):
+            logger.info("the model changes its logits after the head: full logits are kept in memory")
+            self._head = None
+
+
+def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """The causal LM in a Hugging Face directory, offline. Raises ConfigError when it is not one."""
+    from transformers import AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"policy.model {directory} is not a Hugging Face model directory: no config.json")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as e:
+        raise ConfigError(f"policy.model {directory} cannot be loaded: {e}") from e
+    return model.to(device)
+
+
+def dropout_free(model: torch.nn.Module) -> None:
+    """Switch dropout off: the trainer's log-probabilities must be those of the policy that samples."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,136 @@
+"""The samples topic -> batches: one consumer, every partition assigned by hand, nothing committed here.
+
+The offsets are committed in the transaction that publishes the weights they made. A record that cannot be
+decoded is passed over and handed to `refused`, which goes out as a dead letter in that same transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kafka import KafkaConsumer, TopicPartition
+
+from ...schemas.codec import header
+from ...schemas.errors import InvalidMessageError
+from ...schemas.sample import SAMPLE, TRAJECTORY_HEADER
+from ...streams import metrics
+from ...streams.kafka import partitions_of
+from .builder import Batch, BatchBuilder
+
+logger = logging.getLogger(__name__)
+
+REMEMBER_RECORDS = 4096
+"""Records per partition before the start whose ids are read again, so that late repeats are known."""
+
+
+class SampleSource:
+    """Feeds a BatchBuilder from Kafka."""
+
+    def __init__(
+        self, consumer: KafkaConsumer, builder: BatchBuilder, partitions: Sequence[TopicPartition]
+    ) -> None:
+        """`consumer` stands at the builder's positions: see `open_source`."""
+        self._consumer, self._builder, self._partitions = consumer, builder, partitions
+        self.refused: list[tuple[Any, InvalidMessageError]] = []
+        """Records that could not be decoded since the list was last emptied."""
+
+    def next_batch(self, version: int, stopping: threading.Event) -> Batch | None:
+        """Wait for a batch to update `version` with; None once `stopping` is set."""
+        while not stopping.is_set():
+            batch = self._builder.take(version)
+            if batch is not None:
+                return batch
+            self._offer(self._consumer.poll(timeout_ms=100))
+        return None
+
+    def close(self) -> None:
+        """Release the client."""
+        self._consumer.close()
+
+    def _offer(self, batches: Mapping[TopicPartition, Sequence[Any]]) -> None:
+        for records in batches.values():
+            for record in records:
+                try:
+                    sample = SAMPLE.decode(record.value, record.headers)
+                except InvalidMessageError as e:
+                    logger.warning(
+                        "sample refused partition=%d offset=%d: %s", record.partition, record.offset, e
+                    )
+                    self.refused.append((record, e))
+                    self._builder.refuse(record.partition, record.offset)
+                else:
+                    self._builder.offer(record.partition, record.offset, sample)
+
+
+def open_source(
+    consumer: KafkaConsumer,
+    topic: str,
+    *,
+    batch_size: int,
+    max_lag: int,
+    finished: Mapping[int, int],
+) -> SampleSource:
+    """A source that starts at the committed offsets of the consumer's group.
+
+    `finished`: (partition -> next offset) of the newest weight record, which wins where the two differ. Without
+    either a partition is read from its beginning.
+    """
+    partitions = partitions_of(consumer, topic)
+    consumer.assign(partitions)
+    first = consumer.beginning_offsets(partitions)
+    positions: dict[int, int] = {}
+    for tp in partitions:
+        committed = consumer.committed(tp)
+        wanted = finished.get(tp.partition, committed)
+        if committed is not None and wanted != committed:
+            logger.warning(
+                "committed offset differs from the newest version's partition=%d committed=%d version=%d",
+                tp.partition,
+                committed,
+                wanted,
+            )
+        position = first[tp] if wanted is None else wanted
+        if position < first[tp]:
+            metrics.records_expired.inc(first[tp] - position)
+            logger.warning(
+                "retention removed %d unread samples partition=%d", first[tp] - position, tp.partition
+            )
+            position = first[tp]
+        positions[tp.partition] = position
+    builder = BatchBuilder(batch_size, max_lag, positions)
+    _remember(consumer, builder, partitions, first, positions)
+    for tp in partitions:
+        consumer.seek(tp, positions[tp.partition])
+    return SampleSource(consumer, builder, partitions)
+
+
+def _remember(
+    consumer: KafkaConsumer,
+    builder: BatchBuilder,
+    partitions: Sequence[TopicPartition],
+    first: Mapping[TopicPartition, int],
+    positions: Mapping[int, int],
+    *,
+    timeout_s: float = 30.0,
+) -> None:
+    """Read the ids of the newest finished records again, from their headers."""
+    behind = {tp for tp in partitions if positions[tp.partition] > first[tp]}
+    for tp in behind:
+        consumer.seek(tp, max(first[tp], positions[tp.partition] - REMEMBER_RECORDS))
+    consumer.pause(*[tp for tp in partitions if tp not in behind])
+    deadline = time.monotonic() + timeout_s
+    while behind and time.monotonic() < deadline:
+        for tp, records in consumer.poll(timeout_ms=100).items():
+            for record in records:
+                if record.offset < positions[tp.partition]:
+                    trajectory_id = header(record.headers, TRAJECTORY_HEADER)
+                    if trajectory_id is not None:
+                        builder.remember(trajectory_id)
+        for tp in [tp for tp in behind if consumer.position(tp) >= positions[tp.partition]]:
+            behind.discard(tp)
+            consumer.pause(tp)
+    consumer.resume(*partitions)

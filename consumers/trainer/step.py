@@ -1,0 +1,140 @@
+"""One optimizer step: rows -> new weights and statistics. A function of weights, optimizer and rows alone.
+
+On one machine with one thread count the same rows in the same order give the same bits, which is what lets a
+restarted trainer redo lost steps from the log and check each one's hash.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...schemas.config import TrainerConfig
+from .batch import MicroBatch, Row, micro_batches
+from .flops import training_flops
+from .loss import LossInputs, LossStats, policy_loss
+from .master import Master, learning_rate
+from .model import LiveModel, dropout_free, load_model
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    version: int
+    """The version it made."""
+    finite: bool
+    """False: the gradient was not finite, and the weights are those of the version before."""
+    tokens: int
+    """Real tokens in the forward."""
+    sampled_tokens: int
+    """Tokens in the loss."""
+    flops: float
+    """Of forward and backward, padding left out."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Learner:
+    """The weights, and how they learn."""
+
+    def __init__(self, model: torch.nn.Module, config: TrainerConfig) -> None:
+        """`model`: a causal LM with fp32 parameters: version 0."""
+        self._config = config
+        self.version = 0
+        parameters = dict(model.named_parameters())
+        self.master = Master(parameters, config)
+        dropout_free(model)
+        model.to(DTYPES[config.dtype])
+        self.live = LiveModel(model, gradient_checkpointing=config.gradient_checkpointing)
+        self.publishable()
+
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        """Train `rows` and become version + 1. ValueError if no row has a trained token."""
+        normaliser = float(sum(r.trained_tokens for r in rows))
+        stats = LossStats()
+        for batch in micro_batches(rows, self._config.micro_batch_tokens):
+            stats += self._backward(batch.to(self.live.device), normaliser)
+        norm, finite = self.master.update(self.version + 1)
+        if not finite:
+            logger.warning("step skipped: gradient norm is %s version=%d", norm, self.version + 1)
+        self.version += 1
+        self.publishable()
+        lengths = [len(r.token_ids) for r in rows]
+        return StepResult(
+            version=self.version,
+            finite=finite,
+            tokens=sum(lengths),
+            sampled_tokens=int(normaliser),
+            flops=training_flops(self.live.model, lengths),
+            metrics={
+                **stats.metrics(),
+                "grad_norm": norm if finite else -1.0,
+                "lr": learning_rate(self._config, self.version),
+                "tokens": float(sum(lengths)),
+                "sampled_tokens": normaliser,
+            },
+        )
+
+    def publishable(self) -> None:
+        """Bring the live model to the rounded master: what the engines will have."""
+        self.master.write_to(self.live.parameters)
+
+    def bits(self) -> dict[str, np.ndarray]:
+        """Name -> uint16 bf16 bits of this version."""
+        return self.master.bits()
+
+    def adopt(self, bits: dict[str, np.ndarray], version: int) -> int:
+        """Become `version` with exactly `bits`; returns how many elements differed from the rounded master."""
+        replaced = self.master.adopt(bits)
+        self.version = version
+        self.publishable()
+        return replaced
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps."""
+        return self.master.tensors()
+
+    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Become the checkpoint of `version`. KeyError or ValueError when it is another model's."""
+        self.master.load(tensors)
+        self.version = version
+        self.publishable()
+
+    def _backward(self, batch: MicroBatch, normaliser: float) -> LossStats:
+        if not len(batch.targets):
+            return LossStats()
+        logprobs, entropy = self.live.evaluate(batch)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            mask=torch.ones_like(batch.targets, dtype=torch.bool),
+        )
+        loss, stats = policy_loss(
+            inputs,
+            cap=self._config.tis_cap,
+            entropy_coef=self._config.entropy_coef,
+            normaliser=normaliser,
+        )
+        loss.backward()
+        self.master.add_gradients(self.live.parameters)
+        return stats
+
+
+def make_learner(directory: Path, config: TrainerConfig) -> Learner:
+    """Version 0 from a Hugging Face directory; threads and determinism are set for the whole process."""
+    torch.set_num_threads(config.threads)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Learner(load_model(directory, dtype=torch.float32, device=device), config)
