@@ -21,7 +21,7 @@ from ...schemas.errors import InvalidMessageError
 from ...schemas.sample import FATE_HEADER, ROLLOUT_HEADER, TRAJECTORY_HEADER, Fate
 from ...schemas.task import TASK
 from ...schemas.weights import WEIGHTS
-from ...streams.kafka import make_consumer, partitions_of
+from ...streams.kafka import make_consumer, partitions_of, poll_records
 from .admission import Ledger
 from .engine_pool import EnginePool
 from .tasks import TaskPool
@@ -174,7 +174,7 @@ class LogReader:
             return {}  # the ledger drops what is consumed by itself; this only saves reading
 
     def _poll(self, consumer: KafkaConsumer) -> list[Any]:
-        records = [r for batch in consumer.poll(timeout_ms=100).values() for r in batch]
+        records = poll_records(consumer, idle=self._stopping.wait)
         if records:
             self._deliver(records)
         return records
