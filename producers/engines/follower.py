@@ -14,6 +14,8 @@ from ...schemas.weights import BlobKind, WeightRecord
 
 logger = logging.getLogger(__name__)
 
+_AFTER_ALL_BACKOFFS = 1e300
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowRule:
@@ -110,12 +112,12 @@ class Follower:
         """True when nothing is live, or not for sure."""
         return self._reload
 
-    def stuck(self, now: float) -> str | None:
-        """Why the newest version cannot be reached now; None where it is live or can be."""
+    def stuck(self) -> str | None:
+        """Why no newer version can be reached with what has been seen; None where one is live or can be."""
         reached = self.version >= self.latest and not self._reload
-        if self.latest < 0 or reached or self.next(now) is not None:
+        if self.latest < 0 or reached or self.next(_AFTER_ALL_BACKOFFS) is not None:
             return None
-        return f"no way from version {self.version} to {self.latest}: waiting for an anchor"
+        return f"no way on from version {self.version}: waiting for an anchor"
 
     def _chain(self, version: int, weights_hash: int, now: float) -> list[WeightRecord]:
         """The deltas that lead on from `version` without a gap."""

@@ -98,9 +98,9 @@ class WeightSubscriber:
         """Take one step towards the newest version; False when there is none to take now."""
         route = self._follower.next(self._clock())
         if route is None:
-            stuck = self._follower.stuck(self._clock())
-            if stuck is not None and stuck != self._reason:
-                self._reason = stuck
+            stuck = self._follower.stuck()
+            if stuck is not None and not (self._reason or "").endswith(stuck):
+                self._reason = stuck if self._reason is None else f"{self._reason}; {stuck}"
                 logger.warning("%s", stuck)
                 self.announce()
             return False
