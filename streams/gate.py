@@ -20,6 +20,8 @@ from .staleness import is_stale, lag_of
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.1
+"""Between polls: the embedded broker answers an empty fetch at once, and a waiting poll would ask it all the time."""
 TAIL = 64
 """Records before the end where the newest version is looked for: versions come in order."""
 
@@ -103,13 +105,14 @@ class VersionFollower:
                 followed[self._topics.name(WEIGHTS, policy_id)] = policy_id
                 self._assign(consumer, followed)
             self._changed.clear()
-            for records in consumer.poll(timeout_ms=200).values():
+            for records in consumer.poll(timeout_ms=0).values():
                 for record in records:
                     self._read(followed[record.topic], record)
             for topic, policy_id in followed.items():
                 ready = self._ready[policy_id]
                 if not ready.is_set() and self._at_end(consumer, topic):
                     ready.set()
+            self._changed.wait(POLL_SECONDS)
 
     def _assign(self, consumer: Any, followed: dict[str, str]) -> None:
         tps = [tp for topic in followed for tp in partitions_of(consumer, topic)]

@@ -24,6 +24,7 @@ from faust.transport.drivers.aiokafka import Consumer
 from faust.types import TP
 
 from . import metrics
+from .paced_fetch import PacedConsumerThread
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,9 @@ class SafeConsumer(Consumer):
         if committed is None or not acked or min(acked) > committed:
             return None
         return super()._new_offset(tp)
+
+    def _new_consumer_thread(self) -> PacedConsumerThread:
+        return PacedConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
     def _inputs(self, tps: Iterable[TP]) -> list[TP]:
         return [tp for tp in tps if not self._is_changelog_tp(tp)]

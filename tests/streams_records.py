@@ -12,7 +12,7 @@ import numpy as np
 from headrace.schemas.codec import version_headers
 from headrace.schemas.config import KafkaConfig
 from headrace.schemas.score import Ref, Score, ScoreStatus
-from headrace.schemas.trajectory import TRAJECTORY, Sampling, Trajectory, Turn, VersionSpan
+from headrace.schemas.trajectory import TRAJECTORY, Sampling, Split, Trajectory, Turn, VersionSpan
 from headrace.streams.kafka import closing, make_consumer, partitions_of
 
 FAR_MS = 600_000
@@ -65,7 +65,7 @@ def a_score(
         "group_deadline_ms": 10_000,
         "task_id": "t",
         "policy_id": "policy",
-        "split": "train",
+        "split": Split.TRAIN,
         "status": ScoreStatus.VOID if reward is None else ScoreStatus.SCORED,
         "reason": "aborted" if reward is None else None,
         "reward": reward,
