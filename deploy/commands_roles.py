@@ -75,3 +75,5 @@ def configure_logging() -> None:
     )
     for noisy in ("kafka", "aiokafka", "faust", "mode", "urllib3", "httpx", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # It complains of every callback that a busy machine delays.
+    logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)

@@ -208,9 +208,12 @@ def load_config(
 ) -> Config:
     """The configuration from `path` (TOML, or JSON by suffix), `env` over it, `overrides` over those.
 
-    `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Raises ConfigError.
+    `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Relative paths in the file
+    start at its folder, others at the working directory. Raises ConfigError.
     """
     tree = _read(path) if path is not None else {}
+    if path is not None:
+        _anchor(tree, Config, path.parent)
     for name, value in (env or {}).items():
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(tree, name[len(ENV_PREFIX) :].lower().replace("__", "."), _parse(value))
@@ -248,12 +251,21 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def _anchor(tree: dict[str, Any], model: type[BaseModel], folder: Path) -> None:
+    for name, field in model.model_fields.items():
+        value, kind = tree.get(name), field.annotation
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            _anchor(value, kind, folder)
+        elif isinstance(value, str) and (kind is Path or Path in typing.get_args(kind)):
+            tree[name] = str(folder / Path(value).expanduser())
+
+
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents, 1):
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{parent} is a section, not a value")
+            raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is a value here, not a section")
         tree = child
     tree[leaf] = value
 
