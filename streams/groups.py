@@ -106,6 +106,8 @@ class _Open(Generic[H]):
 class _Closed:
     deadline_ms: int
     trajectories: set[str]
+    recalled: bool = False
+    """Closed by an earlier worker: which of its members lay further on is not known."""
 
 
 def _whole(entries: dict[str, Entry[H]]) -> bool:
@@ -132,7 +134,7 @@ class GroupBook(Generic[H]):
 
     def recall(self, group_id: str, trajectory_id: str, deadline_ms: int) -> None:
         """Take note of a record that was finished with before: its group is closed."""
-        known = self._closed.setdefault(group_id, _Closed(deadline_ms, set()))
+        known = self._closed.setdefault(group_id, _Closed(deadline_ms, set(), recalled=True))
         known.trajectories.add(trajectory_id)
 
     def add(
@@ -152,11 +154,12 @@ class GroupBook(Generic[H]):
 
     def _place(self, score: Score, offset: int, at_ms: int, handle: H) -> Verdict:
         done = self._closed.get(score.group_id)
-        if done is not None and score.trajectory_id in done.trajectories:
+        if done is not None and (score.trajectory_id in done.trajectories or _was_in(done, at_ms)):
             return Verdict.DUPLICATE
         group = self._open.get(score.group_id)
         if done is not None or (group is None and at_ms > score.group_deadline_ms):
-            self.recall(score.group_id, score.trajectory_id, score.group_deadline_ms)
+            done = self._closed.setdefault(score.group_id, _Closed(score.group_deadline_ms, set()))
+            done.trajectories.add(score.trajectory_id)
             return Verdict.LATE
         if group is None:
             group = self._open[score.group_id] = _Open(score.group_size, score.group_deadline_ms)
@@ -193,6 +196,11 @@ class GroupBook(Generic[H]):
                 for name, e in group.rollouts.items()
             ),
         )
+
+
+def _was_in(closed: _Closed, at_ms: int) -> bool:
+    """A group is sent before any of its records is acknowledged: one that was recalled was sent whole."""
+    return closed.recalled and at_ms <= closed.deadline_ms
 
 
 def _index(entry: Entry[H]) -> int:
