@@ -85,11 +85,6 @@ class Ledger:
         else:
             self._unresolved[rollout_id] = deadline_ms + self._grace_ms
 
-    def lost(self, rollout_id: str) -> None:
-        """Its trajectory will never be on the log."""
-        self._running.discard(rollout_id)
-        self._fated_early.discard(rollout_id)
-
     def resolved(self, rollout_id: str) -> None:
         """Its fate is known, or its trajectory is a dead letter."""
         if self._unresolved.pop(rollout_id, None) is None and rollout_id in self._running:

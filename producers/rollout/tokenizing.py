@@ -27,7 +27,7 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class TokenizingError(HeadraceError):
-    """Text that has no faithful token form here. `reason` is `template`, `special_token` or `empty`."""
+    """Text that has no faithful token form here. `reason`: `template`, `special_token`, `vocabulary`, `empty`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -97,7 +97,10 @@ class PolicyTokenizer:
         """The model's end-of-sequence ids and those of `texts`; ConfigError for a text that is not one token."""
         ids = dict.fromkeys(self.eos_ids)
         for text in texts:
-            found = self._encode(text)
+            try:
+                found = self._encode(text)
+            except TokenizingError:
+                found = []
             if len(found) != 1 or self.decode(found) != text:
                 raise ConfigError(
                     f"rollout.stop: {text!r} is not one token of this model (it is {found}); "
@@ -152,7 +155,12 @@ class PolicyTokenizer:
             raise TokenizingError("template", f"{type(e).__name__}: {str(e)[:200]}") from e
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False).input_ids if text else []
+        if not text:
+            return []
+        try:
+            return self._tokenizer(text, add_special_tokens=False).input_ids
+        except Exception as e:  # the tokenizers library raises plain Exception
+            raise TokenizingError("vocabulary", f"{text[:80]!r}: {str(e)[:200]}") from None
 
     @functools.cached_property
     def _eos_texts(self) -> list[str]:
