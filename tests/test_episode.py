@@ -313,7 +313,7 @@ def test_messages_after_raw_text_cannot_be_rendered(tokenizer: PolicyTokenizer) 
 def test_a_model_directory_is_read_with_errors_that_say_what_is_missing(tmp_path: Path) -> None:
     from headrace.schemas.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="has no tokenizer: none of tokenizer.json"):
+    with pytest.raises(ConfigError, match="has no tokenizer: none of"):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="is not a directory"):
         load_tokenizer(tmp_path / "nothing")

@@ -117,7 +117,7 @@ def test_a_template_that_closes_no_assistant_message_is_refused(tmp_path: Path) 
 
 def test_a_template_that_fails_is_told(tmp_path: Path) -> None:
     broken = load_tokenizer(write_chat_policy(tmp_path, "{{ raise_exception('no tools here') }}"))
-    with pytest.raises(TokenizingError, match="template: .*no tools here"):
+    with pytest.raises(TokenizingError, match="no tools here"):
         broken.chat_ids([{"role": "user", "content": "q"}])
 
 
