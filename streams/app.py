@@ -86,6 +86,7 @@ def _settings(config: Config, topics: Topics) -> dict[str, Any]:
         "consumer_max_fetch_size": MAX_REQUEST,
         "producer_max_request_size": MAX_REQUEST,
         "producer_acks": -1,
+        "producer_compression_type": "zstd",
         "producer_linger": 0.02,
         "broker_credentials": _credentials(config.kafka),
     }
