@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rollout_parts import ScriptedClient, write_policy
 
+from headrace.producers.engines.scripted import ScriptedEngine
+from headrace.producers.engines.server import EngineServer, HttpServer, bind, url_of
 from headrace.producers.rollout.engine_pool import RetryRule
 from headrace.producers.rollout.groups import GroupMaker
 from headrace.producers.rollout.tokenizing import load_tokenizer
 from headrace.producers.rollout.worker import RolloutWorker
 from headrace.schemas import topics as t
-from headrace.schemas.config import Config
+from headrace.schemas.config import Config, dump_config
+from headrace.schemas.deadletter import read_dead_letter
 from headrace.schemas.engine import ENGINE, EngineState, EngineStatus
 from headrace.schemas.sample import SAMPLE, Fate, Sample, sample_headers
 from headrace.schemas.score import Ref
 from headrace.schemas.task import TASK, Task
 from headrace.schemas.trajectory import TRAJECTORY, Trajectory, TrajectoryStatus
 from headrace.schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
-from headrace.streams.kafka import create_topics, make_consumer, make_producer, partitions_of
+from headrace.streams.blobs import BlobStore
+from headrace.streams.claims import check_out
+from headrace.streams.kafka import create_topics, make_consumer, make_producer, partitions_of, poll_records
 
 BATCH, MAX_LAG, GROUP = 16, 2, 4
 
@@ -56,7 +67,7 @@ class Pipe:
         consumer.seek_to_beginning()
         version, waiting = 0, []
         while not self.stopping.is_set():
-            for record in [r for rs in consumer.poll(timeout_ms=50).values() for r in rs]:
+            for record in poll_records(consumer):
                 trajectory = TRAJECTORY.decode(record.value, record.headers)
                 self.trajectories.append(trajectory)
                 self.most_ahead = max(self.most_ahead, len(self.trajectories) - version * BATCH)
@@ -193,7 +204,7 @@ def run_worker(
         )
         running = asyncio.create_task(worker.run())
         deadline = time.monotonic() + seconds
-        while not until(worker) and not running.done() and time.monotonic() < deadline:
+        while not until(worker) and not running.done() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         ended = until(worker)
         worker.stop()
@@ -256,6 +267,126 @@ def test_turns_of_a_dead_engine_move_to_another(
         _, code = run_worker(config, clients, lambda w: pipe.done.is_set())
     assert code == 0
     assert _aborted(pipe) == 0
+
+
+@contextmanager
+def served(engine: ScriptedEngine) -> Iterator[str]:
+    """The engine's HTTP interface in a thread; its url."""
+    listening = bind("127.0.0.1", 0)
+    server = HttpServer(EngineServer(engine).app)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    try:
+        yield url_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def worker_process(config: Config, tmp_path: Path) -> subprocess.Popen[bytes]:
+    dump_config(config, tmp_path / "config.json")
+    code = (
+        "import sys, logging; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
+        "from headrace.schemas.config import load_config\n"
+        "from headrace.producers.rollout.worker import main\n"
+        "sys.exit(main(load_config(Path(sys.argv[1]))))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "config.json")])
+
+
+def test_a_worker_process_samples_over_http_and_ends_whole_groups_on_sigterm(
+    broker: Any, namespace: str, policy: Path, tmp_path: Path
+) -> None:
+    """Every group that was begun has a record of each of its rollouts, those cut short by the signal included."""
+    config = configured(broker, namespace, policy, tmp_path, max_tokens=12)
+    slow = threading.Event()
+
+    async def gate() -> None:
+        await asyncio.sleep(3600 if slow.is_set() else 0)
+
+    engine = ScriptedEngine({"w": np.zeros(2, np.uint16)}, version=0, vocab_size=17, gate=gate)
+    with served(engine) as url, pipe_behind(config, steps=2) as pipe:
+        publish(config, tasks=sums(5), engines=[dataclasses.replace(status("a"), url=url)])
+        process = worker_process(config, tmp_path)
+        try:
+            assert pipe.done.wait(60)
+            slow.set()
+            wait_until(lambda: engine.running > 0 or process.poll() is not None)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+        sizes = Counter[str]()
+        wait_until(lambda: set(_sizes(pipe, sizes).values()) == {GROUP})
+    reasons = {u.reason for u in pipe.trajectories if u.status is TrajectoryStatus.ABORTED}
+    assert reasons <= {"shutdown"}
+
+
+def _sizes(pipe: Pipe, sizes: Counter[str]) -> Counter[str]:
+    sizes.clear()
+    sizes.update(u.group_id for u in list(pipe.trajectories))
+    return sizes
+
+
+def test_a_task_that_cannot_be_read_is_a_dead_letter_and_the_others_are_rolled_out(
+    broker: Any, namespace: str, policy: Path, tmp_path: Path
+) -> None:
+    config = configured(broker, namespace, policy, tmp_path)
+    topics = t.Topics(namespace)
+    producer = make_producer(config.kafka, client_id="test")
+    producer.send(topics.name(t.TASKS), key=b"bad", value=b"not arrow", headers=[("own", b"1")])
+    producer.flush()
+    producer.close()
+    unknown = Task(task_id="letters", policy_id="policy", prompt="x", environment="no.such.module:Env")
+    publish(config, tasks=[unknown, *sums(2)], engines=[status("a")])
+    with pipe_behind(config, steps=1) as pipe:
+        run_worker(config, {"a": ScriptedClient()}, lambda w: pipe.done.is_set())
+    assert {u.task_id for u in pipe.trajectories} == {"t0", "t1"}
+    consumer = make_consumer(config.kafka, client_id="test")
+    consumer.assign(partitions_of(consumer, topics.name(t.DEADLETTERS)))
+    consumer.seek_to_beginning()
+    letters: list[Any] = []
+    wait_until(lambda: bool(letters.extend(poll_records(consumer)) or letters))
+    consumer.close()
+    letter = read_dead_letter(letters[0].headers)
+    assert (letters[0].key, letters[0].value) == (b"bad", b"not arrow")
+    assert (letter.stage, letter.topic, letter.offset) == ("rollout", topics.name(t.TASKS), 0)
+    assert ("own", b"1") in letters[0].headers
+
+
+def test_a_worker_that_starts_late_counts_what_already_waits_for_the_trainer(
+    broker: Any, namespace: str, policy: Path, tmp_path: Path
+) -> None:
+    config = configured(broker, namespace, policy, tmp_path)
+    publish(config, tasks=sums(5), engines=[status("a")])
+    full = (MAX_LAG + 1) * BATCH
+    with pipe_behind(config, steps=1) as pipe:
+        run_worker(config, {"a": ScriptedClient()}, lambda w: pipe.done.is_set() and w.ledger.ahead == full)
+        second = ScriptedClient()
+        worker, _ = run_worker(config, {"a": second}, lambda w: w.ledger.ahead == full)
+    assert (worker.groups_opened, second.calls) == (0, 0)
+
+
+def test_a_large_trajectory_goes_to_the_blob_store(
+    broker: Any, namespace: str, policy: Path, tmp_path: Path
+) -> None:
+    config = configured(broker, namespace, policy, tmp_path)
+    config = config.model_copy(update={"store": config.store.model_copy(update={"inline_max_bytes": 1024})})
+    publish(config, tasks=sums(1), engines=[status("a")])
+    topics = t.Topics(namespace)
+    run_worker(config, {"a": ScriptedClient()}, lambda w: w.ledger.unresolved >= GROUP)
+    consumer = make_consumer(config.kafka, client_id="test")
+    consumer.assign(partitions_of(consumer, topics.name(t.TRAJECTORIES)))
+    consumer.seek_to_beginning()
+    records: list[Any] = []
+    wait_until(lambda: bool(records.extend(poll_records(consumer)) or records))
+    consumer.close()
+    store = BlobStore(config.store_uri)
+    assert len(records[0].value) < 1024
+    value = check_out(records[0].value, records[0].headers, store=store)
+    assert TRAJECTORY.decode(value, records[0].headers).status is TrajectoryStatus.COMPLETED
 
 
 def _aborted(pipe: Pipe) -> int:

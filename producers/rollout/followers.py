@@ -102,7 +102,11 @@ class Intake:
 
 
 class LogReader:
-    """The thread that reads. `deliver` gets each poll's records, `failed` what ended the thread early."""
+    """The thread that reads.
+
+    `deliver` gets each poll's records, `caught_up` is called once when what was on the topics at the start has
+    been delivered, `failed` gets what ended the thread early.
+    """
 
     def __init__(
         self,
@@ -112,10 +116,11 @@ class LogReader:
         *,
         client_id: str,
         deliver: Callable[[list[Any]], None],
+        caught_up: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._config, self._topics, self._policy_id, self._client_id = config, topics, policy_id, client_id
-        self._deliver, self._failed = deliver, failed
+        self._deliver, self._caught_up, self._failed = deliver, caught_up, failed
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name="log-reader", daemon=True)
 
@@ -143,7 +148,7 @@ class LogReader:
         weights = partitions_of(consumer, self._topics.name(t.WEIGHTS, self._policy_id))
         consumer.assign(weights)
         consumer.seek_to_beginning(*weights)
-        consumed = self._catch_up(consumer, weights)
+        consumed = self._consumed(consumer, weights)
         starts = {p: consumer.position(p) for p in weights}
         samples = partitions_of(consumer, self._topics.name(t.SAMPLES, self._policy_id))
         starts |= {p: consumed[p.partition] for p in samples if p.partition in consumed}
@@ -156,22 +161,29 @@ class LogReader:
         consumer.seek_to_end(*letters)
         for partition, offset in starts.items():
             consumer.seek(partition, offset)
+        self._read_to_end(consumer, [*starts, *old])
+        self._caught_up()
         while not self._stopping.is_set():
             self._poll(consumer)
 
-    def _catch_up(self, consumer: KafkaConsumer, partitions: list[TopicPartition]) -> dict[int, int]:
+    def _consumed(self, consumer: KafkaConsumer, weights: list[TopicPartition]) -> dict[int, int]:
         """Read `weights` to its present end; what the newest version has consumed of `samples`."""
-        ends = consumer.end_offsets(partitions)
-        newest = None
-        while any(consumer.position(p) < ends[p] for p in partitions) and not self._stopping.is_set():
-            records = self._poll(consumer)
-            newest = records[-1] if records else newest
+        newest = self._read_to_end(consumer, weights)
         if newest is None:
             return {}
         try:
             return dict(WEIGHTS.decode(newest.value, newest.headers).consumed)
         except InvalidMessageError:
             return {}  # the ledger drops what is consumed by itself; this only saves reading
+
+    def _read_to_end(self, consumer: KafkaConsumer, partitions: list[TopicPartition]) -> Any:
+        """Read at least to the present end of `partitions`; the last record, None without one."""
+        ends = consumer.end_offsets(partitions)
+        last = None
+        while any(consumer.position(p) < ends[p] for p in partitions) and not self._stopping.is_set():
+            records = self._poll(consumer)
+            last = records[-1] if records else last
+        return last
 
     def _poll(self, consumer: KafkaConsumer) -> list[Any]:
         records = poll_records(consumer, idle=self._stopping.wait)

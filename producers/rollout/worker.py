@@ -84,6 +84,7 @@ class RolloutWorker:
         self._next_task: Task | None = None
         self._episodes: dict[asyncio.Task[None], Episode] = {}
         self._wake = asyncio.Event()
+        self._caught_up = False
         self._stopping = False
         self._hurry = asyncio.Event()
         self._failure: BaseException | None = None
@@ -153,6 +154,8 @@ class RolloutWorker:
                 continue
 
     def _may_open(self, now: int) -> bool:
+        if not self._caught_up:  # the backlog is not known yet
+            return False
         if self._next_task is None:
             self._next_task = self.tasks.next()
         if self._next_task is None or not self.engines.ready:
@@ -287,6 +290,10 @@ class RolloutWorker:
             refuse=refuse,
         )
 
+        def caught_up(_: None) -> None:
+            self._caught_up = True
+            self._wake.set()
+
         def apply(records: list[Any]) -> None:
             intake.apply(records)
             self._wake.set()
@@ -297,6 +304,7 @@ class RolloutWorker:
             self.config.policy.id,
             client_id=f"{self.worker_id}-reader",
             deliver=lambda records: _from_thread(loop, apply, records),
+            caught_up=lambda: _from_thread(loop, caught_up, None),
             failed=lambda e: _from_thread(
                 loop, self._fail, {"exception": e, "message": "reading the log failed"}
             ),
