@@ -110,7 +110,7 @@ def encode_delta(
             }
         )
     weights_hash = set_hash(new, hashes)
-    metadata = {
+    metadata: dict[str, str | int] = {
         "format": FORMAT,
         "base_version": base_version,
         "version": version,

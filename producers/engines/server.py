@@ -106,7 +106,8 @@ class EngineServer:
         return JSONResponse({"aborted": len(tasks)})
 
     async def _health(self, request: Request) -> Response:
-        healthy = self._engine.alive and self._engine.version >= 0
+        torn = self._info().get("state") == "poisoned"
+        healthy = self._engine.alive and self._engine.version >= 0 and not torn
         return JSONResponse(
             {"healthy": healthy, "version": self._engine.version}, status_code=200 if healthy else 503
         )
