@@ -1,0 +1,421 @@
+"""Faust made safe: each rule on a consumer without a broker, beside what Faust itself does; then storms on Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from faust.transport.drivers.aiokafka import Consumer
+from faust.types import TP
+from streams_records import a_trajectory, records_of, trajectory_headers
+from streams_workers import StreamsProcess, config_for
+
+from headrace.deploy.broker.launcher import Broker
+from headrace.schemas.config import Config
+from headrace.schemas.sample import SAMPLE
+from headrace.schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics
+from headrace.schemas.trajectory import TRAJECTORY
+from headrace.streams import metrics
+from headrace.streams.app import create_app
+from headrace.streams.kafka import closing, make_producer
+from headrace.streams.safe_faust import SafeConsumer, SafeRecovery
+from headrace.streams.watchdog import FROZEN_SECONDS, Reading, Watchdog
+
+INPUT = TP("input", 0)
+
+
+class Broken:
+    """A consumer that reads one partition of a pretended log: records are their offsets."""
+
+    def __init__(
+        self, kind: type[Consumer], folder: Path, *, end: int = 100, committed: int | None = 0
+    ) -> None:
+        config = Config.model_validate({"run": {"dir": str(folder)}, "kafka": {"bootstrap": "127.0.0.1:1"}})
+        self.app = create_app(config)
+        self.app.topics._acking_topics.add(INPUT.topic)
+        self.app.topics.acks_enabled_for = lambda topic: True
+        self.consumer = consumer = kind(
+            self.app.transport, callback=self._take, on_partitions_revoked=None, on_partitions_assigned=None
+        )
+        self.app.consumer = consumer
+        self.committed, self.earliest, self.end = committed, 0, end
+        self.position = 0
+        self.batches: list[list[int]] = []
+        consumer.assignment = lambda: {INPUT}
+        consumer.highwater = lambda tp: self.end
+        consumer._getmany = self._fetch
+        consumer.seek_to_committed = self._seek_to_committed
+        consumer.seek_wait = self._seek_wait
+        consumer._seek = self._seek
+        consumer.earliest_offsets = lambda *tps: _result({tp: self.earliest for tp in tps})
+        consumer.highwaters = lambda *tps: _result({tp: self.end for tp in tps})
+        consumer._active_partitions = {INPUT}
+
+    async def _take(self, message: Any) -> None:
+        return None
+
+    async def _fetch(self, active_partitions: Any, **limits: Any) -> dict[TP, list[Any]]:
+        offsets = self.batches.pop(0) if self.batches else list(range(self.position, self.end))
+        if offsets:
+            self.position = offsets[-1] + 1
+        return {INPUT: [record(o) for o in offsets]}
+
+    async def _seek_to_committed(self) -> dict[TP, int | None]:
+        if self.committed:
+            self.position = self.committed
+        return {INPUT: self.committed}
+
+    async def _seek_wait(self, offsets: dict[TP, int]) -> None:
+        self.position = offsets[INPUT]
+
+    async def _seek(self, tp: TP, offset: int) -> None:
+        self.position = offset
+
+    async def read(self) -> list[int]:
+        """The offsets of the next batch that come through."""
+        messages: AsyncIterator[Any] = self.consumer.getmany(1.0)
+        return [message.offset async for _, message in messages]
+
+    def done(self, *offsets: int) -> None:
+        """Records that the stream has acknowledged, in this order."""
+        for offset in offsets:
+            self.consumer._acked[INPUT].append(offset)
+            self.consumer._acked_index[INPUT].add(offset)
+
+    def may_commit(self) -> int | None:
+        return self.consumer._new_offset(INPUT)
+
+
+def record(offset: int) -> Any:
+    return SimpleNamespace(
+        topic=INPUT.topic,
+        partition=0,
+        offset=offset,
+        timestamp=0,
+        timestamp_type=0,
+        headers=(),
+        key=b"",
+        value=b"",
+        checksum=None,
+        serialized_key_size=0,
+        serialized_value_size=0,
+    )
+
+
+async def _result(value: Any) -> Any:
+    return value
+
+
+def on_a_loop(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 30))  # type: ignore[arg-type]
+
+
+def test_a_jump_over_unread_records_is_sought_back_and_never_committed(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=10, committed=2)
+        await log.consumer.perform_seek()
+        log.batches = [[2, 3], [7, 8, 9]]  # 4 to 6 were fetched and thrown away in a rebalance
+        assert await log.read() == [2, 3]
+        assert await log.read() == []
+        assert await log.read() == [4, 5, 6, 7, 8, 9]
+        log.done(2, 3, 7, 8, 9)
+        await log.consumer._add_gap(INPUT, 4, 7)
+        assert log.may_commit() == 4
+
+    on_a_loop(body)
+
+
+def test_faust_itself_commits_past_the_unread_records(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(Consumer, tmp_path, end=10, committed=2)
+        await log.consumer.perform_seek()
+        log.batches = [[2, 3], [7, 8, 9]]
+        assert await log.read() == [2, 3]
+        assert await log.read() == [7, 8, 9]
+        log.done(2, 3, 7, 8, 9)
+        await log.consumer._add_gap(INPUT, 4, 7)
+        assert (log.may_commit() or 0) > 4, "Faust got better: is the safe consumer still needed?"
+
+    on_a_loop(body)
+
+
+def test_records_below_the_one_that_is_due_are_skipped(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=6, committed=2)
+        await log.consumer.perform_seek()
+        log.batches = [[0, 1, 2, 3], [2, 3, 4, 5]]
+        assert await log.read() + await log.read() == [2, 3, 4, 5]
+
+    on_a_loop(body)
+
+
+def test_nothing_comes_through_between_a_revocation_and_the_next_seek(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=6, committed=2)
+        await log.consumer.perform_seek()
+        log.consumer._forget({INPUT})
+        assert await log.read() == []
+        await log.consumer.perform_seek()
+        assert await log.read() == [2, 3, 4, 5]
+
+    on_a_loop(body)
+
+
+@pytest.mark.parametrize("late", [[4], [3, 4], [4, 3]])
+def test_acknowledgements_out_of_order_commit_nothing_before_the_head(
+    tmp_path: Path, late: list[int]
+) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, committed=2)
+        await log.consumer.perform_seek()
+        log.done(*late)
+        assert log.may_commit() is None
+        log.done(2)
+        assert log.may_commit() == (5 if len(late) == 2 else 3)
+
+    on_a_loop(body)
+
+
+def test_the_first_record_after_the_committed_offset_is_not_skipped(tmp_path: Path) -> None:
+    async def body() -> None:
+        for kind, committed in ((SafeConsumer, None), (Consumer, 5)):
+            log = Broken(kind, tmp_path, committed=2)
+            await log.consumer.perform_seek()
+            log.done(3, 4)  # 2 is not done
+            assert log.may_commit() == committed
+
+    on_a_loop(body)
+
+
+def test_nothing_is_committed_while_the_start_is_unknown(tmp_path: Path) -> None:
+    async def body() -> None:
+        for kind, committed in ((SafeConsumer, None), (Consumer, 8)):
+            log = Broken(kind, tmp_path)
+            log.done(7)  # comes late, from before a revocation
+            assert log.may_commit() == committed
+
+    on_a_loop(body)
+
+
+def test_a_partition_that_was_never_committed_starts_at_its_earliest_record(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=4, committed=None)
+        log.position = 3
+        await log.consumer.perform_seek()
+        assert await log.read() == [0, 1, 2, 3]
+        log.done(1)
+        assert log.may_commit() is None
+        log.done(0)
+        assert log.may_commit() == 2
+
+    on_a_loop(body)
+
+
+def test_what_retention_took_is_counted_and_passed_over(tmp_path: Path) -> None:
+    async def body() -> None:
+        before = metrics.records_expired._value.get()
+        log = Broken(SafeConsumer, tmp_path, end=9, committed=2)
+        log.earliest = 6
+        await log.consumer.perform_seek()
+        assert await log.read() == [6, 7, 8]
+        assert metrics.records_expired._value.get() == before + 4
+
+    on_a_loop(body)
+
+
+def test_a_broker_that_lost_its_tail_does_not_stop_the_reader(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=5, committed=8)
+        await log.consumer.perform_seek()
+        log.end = 7
+        assert await log.read() == [5, 6]
+
+    on_a_loop(body)
+
+
+def test_a_head_that_nobody_works_on_is_read_again_after_two_seconds(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=6, committed=2)
+        await log.consumer.perform_seek()
+        assert await log.read() == [2, 3, 4, 5]
+        log.done(3, 4)
+        assert log.consumer._long_missing(100.0) == []
+        assert log.consumer._long_missing(101.9) == []
+        assert log.consumer._long_missing(102.0) == [INPUT]
+        await log.consumer._reread(INPUT)
+        assert await log.read() == [2, 3, 4, 5]
+        log.done(2)
+        assert log.may_commit() == 5
+        log.consumer._committed_offset[INPUT] = 5
+        assert log.consumer._long_missing(200.0) == []
+
+    on_a_loop(body)
+
+
+def test_a_head_at_work_is_left_alone(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, committed=2)
+        await log.consumer.perform_seek()
+        log.done(3)
+        head = log.consumer._to_message(INPUT, record(2))
+        log.consumer._unacked_messages.add(head)
+        log.consumer._long_missing(100.0)
+        assert log.consumer._long_missing(200.0) == []
+
+    on_a_loop(body)
+
+
+def test_a_partition_without_a_start_is_sought_anew(tmp_path: Path) -> None:
+    async def body() -> None:
+        log = Broken(SafeConsumer, tmp_path, end=4, committed=1)
+        log.consumer._long_missing(0.0)
+        assert log.consumer._long_missing(2.0) == [INPUT]
+        await log.consumer._reread(INPUT)
+        assert await log.read() == [1, 2, 3]
+
+    on_a_loop(body)
+
+
+def test_the_app_is_built_with_the_safe_parts(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "kafka": {"bootstrap": "127.0.0.1:1"}})
+    app = create_app(config)
+    assert isinstance(app.consumer, SafeConsumer)
+    assert isinstance(app.tables.recovery, SafeRecovery)
+    assert app.conf.topic_disable_leader and not app.conf.topic_allow_declare and not app.conf.web_enabled
+
+
+def test_static_members_get_a_name_of_their_own(tmp_path: Path) -> None:
+    tree = {"run": {"dir": str(tmp_path)}, "kafka": {"bootstrap": "127.0.0.1:1", "static_members": True}}
+    app = create_app(Config.model_validate(tree))
+    assert app.conf.consumer_group_instance_id == "headrace.streams-0"
+    assert app.conf.id == "headrace.streams"
+
+
+def test_the_watchdog_bites_only_what_is_behind_and_does_not_move() -> None:
+    dog = Watchdog()
+
+    def at(now: float, **positions: tuple[int, bool]) -> list[str]:
+        return dog.stalled(now, {n: Reading(p, behind, 15.0) for n, (p, behind) in positions.items()})
+
+    assert at(0, stuck=(5, True), idle=(7, False), slow=(1, True)) == []
+    assert at(8, stuck=(5, True), idle=(7, False), slow=(1, True)) == []
+    assert at(14, stuck=(5, True), idle=(7, False), slow=(2, True)) == []
+    assert at(15, stuck=(5, True), idle=(7, False), slow=(2, True)) == ["stuck"]
+    assert at(16, idle=(7, True), slow=(2, True)) == []
+    assert at(25, idle=(7, True), slow=(2, True)) == []
+    assert at(29, stuck=(5, True), slow=(2, True)) == ["slow"]
+
+
+def test_a_process_that_was_frozen_gets_its_time_anew() -> None:
+    dog = Watchdog()
+    stuck = {"p": Reading(1, True, 15.0)}
+    assert dog.stalled(0.0, stuck) == []
+    assert dog.stalled(FROZEN_SECONDS + 10.0, stuck) == []
+    assert dog.stalled(FROZEN_SECONDS + 19.0, stuck) == []
+    assert dog.stalled(FROZEN_SECONDS + 25.0, stuck) == ["p"]
+
+
+GROUP = 4
+STORM_SECONDS = 30.0
+PER_SECOND = 60
+
+
+class Load:
+    """Trajectories in groups of four, sent at a steady rate; remembers what it sent."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._topics = config, Topics(config.run.namespace)
+        self.sent: list[str] = []
+
+    def send(self, producer: Any, groups: int) -> None:
+        for _ in range(groups):
+            group = len(self.sent) // GROUP
+            for i in range(GROUP):
+                t = a_trajectory(
+                    f"{group}-{i}", group=f"g{group}", size=GROUP, answer=f"8{5 if i % 2 else 4}$"
+                )
+                producer.send(
+                    self._topics.name(TRAJECTORIES),
+                    key=t.rollout_id.encode(),
+                    value=TRAJECTORY.encode(t),
+                    headers=trajectory_headers(t),
+                )
+                self.sent.append(t.trajectory_id)
+
+    def check(self, timeout_s: float) -> int:
+        """Every trajectory has a sample, whole in its group and equal each time; the number of repeats."""
+        topic = self._topics.name(SAMPLES, "policy")
+        found: dict[str, float | None] = {}
+        repeats = 0
+        for r in records_of(self._config.kafka, topic, timeout_s=timeout_s):
+            sample = SAMPLE.decode(r.value, r.headers)
+            assert sample.reason is None, (sample.trajectory_id, sample.reason)
+            assert sample.group_valid == GROUP, (sample.trajectory_id, sample.group_valid)
+            repeats += sample.trajectory_id in found
+            assert found.setdefault(sample.trajectory_id, sample.advantage) == sample.advantage
+            if len(found) == len(self.sent):
+                break
+        missing = sorted(set(self.sent) - set(found))
+        assert not missing, f"{len(missing)} of {len(self.sent)} missing, such as {missing[:5]}"
+        return repeats
+
+
+@pytest.mark.storm
+def test_nothing_is_lost_while_one_of_two_workers_is_killed_every_few_seconds(
+    kafka_broker: Broker, namespace: str, tmp_path: Path
+) -> None:
+    config = config_for(kafka_broker.config, namespace, tmp_path)
+    load, rng = Load(config), random.Random(1)
+    workers = [StreamsProcess(config, tmp_path, name=f"w{i}") for i in range(2)]
+    kills = 0
+    try:
+        with closing(make_producer(config.kafka, client_id="test")) as producer:
+            ends = time.monotonic() + STORM_SECONDS
+            next_kill = time.monotonic() + 8.0
+            while (now := time.monotonic()) < ends:
+                load.send(producer, PER_SECOND // (4 * GROUP))
+                if now >= next_kill:
+                    i = rng.randrange(2)
+                    workers[i].kill()
+                    kills += 1
+                    workers[i] = StreamsProcess(config, tmp_path, name=f"w{i}")
+                    next_kill = now + rng.uniform(3.0, 6.0)
+                time.sleep(0.25)
+            producer.flush()
+        repeats = load.check(timeout_s=120.0)
+        print(f"{len(load.sent)} records, {kills} kills, {repeats} repeats")
+    finally:
+        for worker in workers:
+            worker.kill()
+            print(worker.log.read_text()[-3000:])
+    assert kills >= 4
+
+
+@pytest.mark.storm
+def test_the_only_worker_killed_in_a_backlog_and_replaced_loses_nothing(
+    kafka_broker: Broker, namespace: str, tmp_path: Path
+) -> None:
+    config = config_for(kafka_broker.config, namespace, tmp_path)
+    load = Load(config)
+    with closing(make_producer(config.kafka, client_id="test")) as producer:
+        load.send(producer, 500)
+        producer.flush()
+    scores = Topics(namespace).name(SCORES)
+    worker = StreamsProcess(config, tmp_path)
+    try:
+        for wanted in (200, 900):
+            for count, _ in enumerate(records_of(config.kafka, scores, timeout_s=60.0)):
+                if count >= wanted:
+                    break
+            worker.kill()
+            worker = StreamsProcess(config, tmp_path)
+        print(f"{load.check(timeout_s=120.0)} repeats")
+    finally:
+        worker.kill()
+        print(worker.log.read_text()[-3000:])
