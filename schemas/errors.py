@@ -8,6 +8,7 @@
       BlobError                             the object store
         BlobNotFoundError
         BlobCorruptError                    size or hash differs from what the record says
+        BlobNameError                       not a plain path under the store's root
       WeightUpdateError                     an update that must not be applied, with `reason`
       EngineError                           the engine cannot serve this request
         EnginePoisonedError                 its weights are torn; it serves nothing until it has reloaded
@@ -56,6 +57,10 @@ class BlobNotFoundError(BlobError):
 
 class BlobCorruptError(BlobError):
     """The blob's size or hash differs from what the record says."""
+
+
+class BlobNameError(BlobError):
+    """A blob name that is not a plain path under the store's root."""
 
 
 class WeightUpdateError(HeadraceError):

@@ -5,6 +5,7 @@ Names are literal paths under the store's root: never a pattern, never outside i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import posixpath
 import re
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 import fsspec
 from fsspec.core import url_to_fs
 
-from ..schemas.errors import BlobCorruptError, BlobError, BlobNotFoundError
+from ..schemas.errors import BlobCorruptError, BlobError, BlobNameError, BlobNotFoundError
 
-_SEGMENT = re.compile(r"^[A-Za-z0-9_.=\[\]-]+$")
+_SEGMENT = re.compile(r"[A-Za-z0-9_.=\[\]-]+")
 MAX_BLOB_BYTES = 1 << 36
 
 
@@ -47,9 +48,7 @@ class BlobStore:
         try:
             self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
             if self._is_local():
-                with self._fs.open(part, "wb") as f:
-                    f.write(data)
-                self._fs.mv(part, path)
+                self._put_local(path, part, data)
             else:
                 self._fs.pipe_file(path, data)  # object stores replace an object atomically
         except OSError as e:
@@ -57,7 +56,7 @@ class BlobStore:
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """The blob's bytes, checked against the reference. Raises BlobNotFoundError, BlobCorruptError, BlobError."""
+        """The blob's bytes, checked against the reference. Raises BlobError and its kinds."""
         if not 0 <= ref.size <= MAX_BLOB_BYTES:
             raise BlobCorruptError(f"blob {ref.name}: size {ref.size} is out of range")
         path = self._path(ref.name)
@@ -94,10 +93,20 @@ class BlobStore:
         names = (f"{folder}/{posixpath.basename(str(p))}" for p in found)
         return sorted(n for n in names if not n.endswith(".part"))
 
+    def _put_local(self, path: str, part: str, data: bytes) -> None:
+        try:
+            with self._fs.open(part, "wb") as f:
+                f.write(data)
+            self._fs.mv(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                self._fs.rm_file(part)
+            raise
+
     def _path(self, name: str) -> str:
         parts = name.split("/")
-        if not all(_SEGMENT.match(p) and p not in (".", "..") for p in parts):
-            raise BlobError(f"blob name {name!r} is not a plain path")
+        if not all(_SEGMENT.fullmatch(p) and p not in (".", "..") for p in parts):
+            raise BlobNameError(f"blob name {name!r} is not a plain path")
         return posixpath.join(self._root, *parts)
 
     def _is_local(self) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from ..schemas.codec import Headers, header
-from ..schemas.errors import BlobCorruptError, BlobNotFoundError, InvalidMessageError
+from ..schemas.errors import BlobCorruptError, BlobNameError, BlobNotFoundError, InvalidMessageError
 from .blobs import BlobRef, BlobStore
 
 CLAIM_HEADER = "claim"
@@ -33,12 +34,20 @@ def check_out(value: bytes | None, headers: Sequence[tuple[str, bytes]], *, stor
         return value
     try:
         claim = json.loads(value or b"")
-        ref = BlobRef(str(claim["blob"]), int(claim["size"]), str(claim["sha256"]))
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, RecursionError) as e:
         raise InvalidMessageError("claim", f"not a claim: {e}") from None
+    ref = _ref(claim)
     if ref.size > MAX_CLAIM_BYTES:
         raise InvalidMessageError("too_large", f"the claimed blob has {ref.size} bytes")
     try:
         return store.get(ref)
-    except (BlobNotFoundError, BlobCorruptError) as e:
+    except (BlobNotFoundError, BlobCorruptError, BlobNameError) as e:
         raise InvalidMessageError("claim", str(e)) from None
+
+
+def _ref(claim: Any) -> BlobRef:
+    fields = [claim.get(name) for name in ("blob", "size", "sha256")] if isinstance(claim, dict) else []
+    match fields:
+        case [str(name), int(size), str(sha256)]:
+            return BlobRef(name, size, sha256)
+    raise InvalidMessageError("claim", 'not a claim: {"blob", "size", "sha256"} is expected')
