@@ -66,6 +66,8 @@ class Advantage:
         self._sending: set[asyncio.Task[None]] = set()
         self._undelivered: Counter[str] = Counter()
         """group_id -> sendings whose delivery is not confirmed yet."""
+        self._repeats: dict[str, list[Any]] = {}
+        """group_id -> events of repeats that wait for that confirmation."""
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`."""
@@ -102,8 +104,8 @@ class Advantage:
             self._send(group)
         if verdict is Verdict.LATE:
             await self._send_late(score, event)
-        elif verdict is Verdict.DUPLICATE and not self._undelivered[score.group_id]:
-            event.ack()
+        elif verdict is Verdict.DUPLICATE:
+            self._acknowledge_repeat(score.group_id, event)
         self._count_open()
 
     async def tick(self, now_ms: int) -> None:
@@ -193,10 +195,18 @@ class Advantage:
         self._outbox.after(sent, lambda: self._delivered(group_id, events))
 
     def _delivered(self, group_id: str, events: list[Any]) -> None:
+        _finish(events)
         self._undelivered[group_id] -= 1
         if not self._undelivered[group_id]:
             del self._undelivered[group_id]
-        _finish(events)
+            for event in self._repeats.pop(group_id, ()):
+                event.ack()
+
+    def _acknowledge_repeat(self, group_id: str, event: Any) -> None:
+        if group_id in self._undelivered:
+            self._repeats.setdefault(group_id, []).append(event)
+        else:
+            event.ack()
 
     def _delivery_started(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
