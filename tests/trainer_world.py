@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from headrace.schemas import topics as t
 from headrace.schemas.config import Config, dump_config
 from headrace.schemas.sample import SAMPLE, Fate, Sample, sample_headers
 from headrace.schemas.score import Ref
 from headrace.schemas.trajectory import TRAJECTORY, Split, Trajectory, Turn, VersionSpan
 from headrace.schemas.weights import WEIGHTS, WeightRecord
-from headrace.streams.kafka import create_topics, make_consumer, make_producer, partitions_of
+from headrace.streams.kafka import (
+    closing,
+    create_topics,
+    make_consumer,
+    make_producer,
+    partitions_of,
+    poll_records,
+)
 
 POLICY = "policy"
 VOCAB = 17
@@ -116,12 +123,12 @@ class World:
         )
         create_topics(self.config.kafka, self.topics, [POLICY])
         self.producer = make_producer(self.config.kafka, client_id="world")
-        self._rng = np.random.default_rng(0)
         self._made = 0
 
     def trajectories(self, count: int) -> list[tuple[Trajectory, Ref]]:
         """Publish new ones; where they lie."""
-        made = [make_trajectory(self._rng, f"t{self._made + i}") for i in range(count)]
+        numbers = range(self._made, self._made + count)
+        made = [make_trajectory(np.random.default_rng(i), f"t{i}") for i in numbers]
         self._made += count
         sent = [
             self.producer.send(
@@ -132,20 +139,21 @@ class World:
         metadata = [future.get(timeout=30) for future in sent]
         return [(m, Ref(d.partition, d.offset)) for m, d in zip(made, metadata, strict=True)]
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Publish sample records."""
+    def samples(self, samples: Sequence[Sample], *, partition: int | None = None) -> None:
+        """Publish sample records, to one partition where their order matters."""
         topic = self.topics.name(t.SAMPLES, POLICY)
         for s in samples:
-            self.producer.send(topic, SAMPLE.encode(s), key=s.group_id.encode(), headers=sample_headers(s))
+            value, key = SAMPLE.encode(s), s.group_id.encode()
+            self.producer.send(topic, value, key=key, headers=sample_headers(s), partition=partition)
         self.producer.flush()
 
-    def feed(self, count: int) -> list[Sample]:
+    def feed(self, count: int, *, partition: int | None = None) -> list[Sample]:
         """Publish `count` trajectories, each with an admitted sample."""
         made = [
-            make_sample(trajectory, ref, advantage=float(self._rng.normal()))
+            make_sample(trajectory, ref, advantage=float(trajectory.logprobs.sum()) % 2.0 - 1.0)
             for trajectory, ref in self.trajectories(count)
         ]
-        self.samples(made)
+        self.samples(made, partition=partition)
         return made
 
     def versions(self) -> list[WeightRecord]:
@@ -154,45 +162,36 @@ class World:
 
     def read(self, topic: str) -> list[Any]:
         """Every committed record of a topic."""
-        consumer = make_consumer(self.config.kafka, client_id="reader")
-        try:
+        with closing(make_consumer(self.config.kafka, client_id="reader")) as consumer:
             partitions = partitions_of(consumer, topic)
             consumer.assign(partitions)
             consumer.seek_to_beginning(*partitions)
             ends = consumer.end_offsets(partitions)
-            found = []
+            found: list[Any] = []
             while any(consumer.position(p) < ends[p] for p in partitions):
-                found += [r for batch in consumer.poll(timeout_ms=100).values() for r in batch]
+                found += poll_records(consumer, idle_seconds=0.005)
             return found
-        finally:
-            consumer.close()
 
     def committed(self) -> dict[int, int]:
         """Partition -> committed offset of the trainer's group."""
         group = self.topics.group("trainer", POLICY)
-        consumer = make_consumer(self.config.kafka, client_id="offsets", group_id=group)
-        try:
+        with closing(make_consumer(self.config.kafka, client_id="offsets", group_id=group)) as consumer:
             partitions = partitions_of(consumer, self.topics.name(t.SAMPLES, POLICY))
             consumer.assign(partitions)
             return {p.partition: consumer.committed(p) for p in partitions}
-        finally:
-            consumer.close()
 
     def await_version(self, version: int, trainer: subprocess.Popen[str], timeout_s: float = 90.0) -> None:
         """Until `version` is in the log; fails when the trainer ends before."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            versions = self.versions()
-            if versions and versions[-1].version >= version:
-                return
-            if trainer.poll() is not None and not (self.versions() or [None])[-1:] == [None]:
-                if self.versions()[-1].version >= version:
-                    return
-                raise AssertionError(f"the trainer ended with {trainer.returncode}: {trainer.stderr.read()}")
-            assert time.monotonic() < deadline, (
-                f"version {version} did not come: {[v.version for v in versions]}"
-            )
-            time.sleep(0.1)
+        with closing(make_consumer(self.config.kafka, client_id="waiter")) as consumer:
+            consumer.assign(partitions_of(consumer, self.topics.name(t.WEIGHTS, POLICY)))
+            seen = -1
+            while seen < version:
+                ended = trainer.poll() is not None
+                records = poll_records(consumer)
+                seen = max([seen, *(WEIGHTS.decode(r.value, r.headers).version for r in records)])
+                assert records or not ended, f"ended with {trainer.returncode}: {trainer.communicate()[1]}"
+                assert time.monotonic() < deadline, f"version {version} did not come, only {seen}"
 
     def start(self, **changes: Any) -> subprocess.Popen[str]:
         """A trainer process; `changes` to its section of the configuration."""
@@ -220,8 +219,3 @@ def terminate(process: subprocess.Popen[str]) -> str:
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=60)
     return log
-
-
-def facts(record: WeightRecord) -> str:
-    """A weight record in one line, for messages."""
-    return json.dumps({"version": record.version, "hash": record.weights_hash, "blobs": len(record.blobs)})

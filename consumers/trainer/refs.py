@@ -24,7 +24,7 @@ NEAR = 512
 """Records that are skipped rather than sought over."""
 KEEP_BYTES = 64 * 1024 * 1024
 DOUBT_SECONDS = 1.0
-"""Silence after which the broker is asked where the log begins and ends."""
+"""Time without a wanted record after which the broker is asked where the log begins and ends."""
 
 
 class KeptRecords:
@@ -94,46 +94,38 @@ class RefReader:
         self._consumer.close()
 
     def _read(self, found: dict[Ref, Any], timeout_s: float) -> None:
-        self._assign()
         deadline = self._now() + timeout_s
-        heard = self._now()
-        while any(self._wanted.values()):
+        progress = self._now()
+        missing = self._missing()
+        while missing:
             self._aim()
-            batches = self._consumer.poll(timeout_ms=100)
-            now = self._now()
-            for tp, records in batches.items():
+            for tp, records in self._consumer.poll(timeout_ms=100).items():
                 self._take(tp.partition, records, found)
-            if batches:
-                heard = now
-            elif now - heard > DOUBT_SECONDS:
+            now, before, missing = self._now(), missing, self._missing()
+            if missing < before:
+                progress = now
+            elif now - progress > DOUBT_SECONDS:
                 self._give_up_outside()
-                heard = now
-            if now > deadline:
-                missing = sum(len(v) for v in self._wanted.values())
+                progress, missing = now, self._missing()
+            if missing and now > deadline:
                 raise BrokerError(f"{missing} records of {self._topic} did not arrive in {timeout_s:.0f} s")
 
-    def _assign(self) -> None:
-        """Add partitions that were never read; pause those of which nothing is wanted."""
-        known = self._consumer.assignment()
-        new = [p for p in map(self._tp, self._wanted) if p not in known]
-        if new:
-            positions = {p: self._consumer.position(p) for p in known}
-            self._consumer.assign([*known, *new])
-            for p, position in positions.items():
-                self._consumer.seek(p, position)
-            for p in new:
-                self._consumer.seek(p, self._wanted[p.partition][-1])
+    def _missing(self) -> int:
+        return sum(len(offsets) for offsets in self._wanted.values())
 
     def _aim(self) -> None:
-        """Seek where the next wanted record is behind or far ahead; pause what is finished."""
-        for tp in self._consumer.assignment():
-            offsets = self._wanted.get(tp.partition)
-            if not offsets:
-                self._consumer.pause(tp)
-                continue
-            self._consumer.resume(tp)
-            if not 0 <= offsets[-1] - self._consumer.position(tp) <= NEAR:
-                self._consumer.seek(tp, offsets[-1])
+        """Read exactly the partitions of which something is wanted; seek where it is behind or far ahead.
+
+        Not by pause(): kafka-python 3.0.12 parks what it had fetched of a paused partition, and does not take it
+        up again while the partition it read last is drained: the reader would wait for ever.
+        """
+        wanted = {self._tp(p): offsets[-1] for p, offsets in self._wanted.items() if offsets}
+        known = self._consumer.assignment()
+        if set(wanted) != set(known):
+            self._consumer.assign(list(wanted))
+        for tp, offset in wanted.items():
+            if tp not in known or not 0 <= offset - self._consumer.position(tp) <= NEAR:
+                self._consumer.seek(tp, offset)
 
     def _take(self, partition: int, records: list[Any], found: dict[Ref, Any]) -> None:
         offsets = self._wanted.get(partition, [])

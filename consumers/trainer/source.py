@@ -18,7 +18,7 @@ from ...schemas.codec import header
 from ...schemas.errors import InvalidMessageError
 from ...schemas.sample import SAMPLE, TRAJECTORY_HEADER
 from ...streams import metrics
-from ...streams.kafka import partitions_of
+from ...streams.kafka import partitions_of, poll_records
 from .builder import Batch, BatchBuilder
 
 logger = logging.getLogger(__name__)
@@ -44,26 +44,25 @@ class SampleSource:
             batch = self._builder.take(version)
             if batch is not None:
                 return batch
-            self._offer(self._consumer.poll(timeout_ms=100))
+            self._offer(poll_records(self._consumer, idle=stopping.wait))
         return None
 
     def close(self) -> None:
         """Release the client."""
         self._consumer.close()
 
-    def _offer(self, batches: Mapping[TopicPartition, Sequence[Any]]) -> None:
-        for records in batches.values():
-            for record in records:
-                try:
-                    sample = SAMPLE.decode(record.value, record.headers)
-                except InvalidMessageError as e:
-                    logger.warning(
-                        "sample refused partition=%d offset=%d: %s", record.partition, record.offset, e
-                    )
-                    self.refused.append((record, e))
-                    self._builder.refuse(record.partition, record.offset)
-                else:
-                    self._builder.offer(record.partition, record.offset, sample)
+    def _offer(self, records: Sequence[Any]) -> None:
+        for record in records:
+            try:
+                sample = SAMPLE.decode(record.value, record.headers)
+            except InvalidMessageError as e:
+                logger.warning(
+                    "sample refused partition=%d offset=%d: %s", record.partition, record.offset, e
+                )
+                self.refused.append((record, e))
+                self._builder.refuse(record.partition, record.offset)
+            else:
+                self._builder.offer(record.partition, record.offset, sample)
 
 
 def open_source(
