@@ -246,7 +246,7 @@ def test_a_logprob_that_rounding_left_above_zero_becomes_zero(tokenizer: PolicyT
     assert t.logprobs[-2:].tolist() == [0.0, -1.0]
 
 
-def test_a_cancelled_rollout_with_a_reason_leaves_a_record_with_what_it_had(
+def test_a_rollout_cut_short_leaves_a_record_with_what_it_had(
     tokenizer: PolicyTokenizer,
 ) -> None:
     async def run() -> Trajectory:
@@ -268,13 +268,58 @@ def test_a_cancelled_rollout_with_a_reason_leaves_a_record_with_what_it_had(
         )
         task = asyncio.create_task(episode.run())
         await stuck.wait()
-        episode.abort_reason = "deadline"
-        task.cancel()
+        episode.abort("deadline", task)
         return await task
 
     t = asyncio.run(run())
     assert (t.status, t.reason, t.sampled_tokens) == (TrajectoryStatus.ABORTED, "deadline", 7)
     assert t.stop_reason == "abort"
+
+
+def test_a_rollout_cut_short_before_it_began_leaves_a_record_too(tokenizer: PolicyTokenizer) -> None:
+    async def run() -> Trajectory:
+        episode = Episode(
+            group(),
+            "g.0",
+            environment=load_environment("calculator"),
+            tokenizer=tokenizer,
+            generate=Engine(),
+            now_ms=lambda: 0,
+        )
+        task = asyncio.create_task(episode.run())
+        episode.abort("shutdown", task)
+        return await task
+
+    t = asyncio.run(run())
+    assert (t.status, t.reason, t.sampled_tokens) == (TrajectoryStatus.ABORTED, "shutdown", 0)
+
+
+def test_an_abort_never_takes_the_record_of_a_rollout_that_is_over(tokenizer: PolicyTokenizer) -> None:
+    class SlowToClose(Broken):
+        closing = asyncio.Event()
+
+        def step(self, text: str, token_ids: Sequence[int]) -> None:
+            return None
+
+        async def close(self) -> None:  # type: ignore[override]
+            self.closing.set()
+            await asyncio.sleep(0.01)
+
+    async def run() -> Trajectory:
+        episode = Episode(
+            group(),
+            "g.0",
+            environment=lambda: SlowToClose(""),
+            tokenizer=tokenizer,
+            generate=Engine(),
+            now_ms=lambda: 0,
+        )
+        task = asyncio.create_task(episode.run())
+        await SlowToClose.closing.wait()
+        episode.abort("deadline", task)
+        return await task
+
+    assert asyncio.run(run()).status is TrajectoryStatus.COMPLETED
 
 
 def test_an_async_environment_may_open_with_an_observation(tokenizer: PolicyTokenizer) -> None:

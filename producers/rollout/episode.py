@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...schemas.errors import EngineError
 from ...schemas.task import Task
@@ -64,8 +65,9 @@ class Episode:
     ) -> None:
         self.group = group
         self.rollout_id = rollout_id
-        self.abort_reason: str | None = None
-        """Set it before cancelling the task that awaits `run`: the record then gives this reason."""
+        self.running = False
+        """True while `run` may be cancelled."""
+        self._abort_reason: str | None = None
         self._make_environment = environment
         self._tokenizer = tokenizer
         self._generate = generate
@@ -74,8 +76,18 @@ class Episode:
         self._engine_id: str | None = None
         self._transcript = Transcript(tokenizer, group.prompt_ids, group.prompt)
 
+    def abort(self, reason: str, rollout: asyncio.Task[Any]) -> None:
+        """Cut `run` short, which `rollout` awaits or is about to; its record gives the reason."""
+        if self._abort_reason is None:
+            self._abort_reason = reason
+            if self.running:  # a task that has not begun would end without a record
+                rollout.cancel()
+
     async def run(self) -> Trajectory:
-        """The record of this rollout. Only a cancellation without `abort_reason` gets out."""
+        """The record of this rollout. Only a cancellation that `abort` did not ask for gets out."""
+        if self._abort_reason is not None:
+            return self._aborted(self._abort_reason)
+        self.running = True
         environment: Environment | None = None
         try:
             environment = self._make_environment()
@@ -85,13 +97,14 @@ class Episode:
         except TokenizingError as e:
             return self._aborted(e.reason, e)
         except asyncio.CancelledError:
-            if self.abort_reason is None:
+            if self._abort_reason is None:
                 raise
-            return self._aborted(self.abort_reason)
+            return self._aborted(self._abort_reason)
         except Exception as e:  # the environment is the user's code
             logger.warning("environment failed rollout=%s", self.rollout_id, exc_info=True)
             return self._aborted("environment", e)
         finally:
+            self.running = False
             await _close(environment)
 
     async def _play(self, environment: Environment) -> Trajectory:

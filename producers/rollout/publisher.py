@@ -19,8 +19,10 @@ from kafka import KafkaProducer
 from kafka.errors import KafkaError, MessageSizeTooLargeError
 
 from ...schemas.codec import Headers, version_headers
+from ...schemas.deadletter import DeadLetter, dead_letter_headers
 from ...schemas.errors import BlobError, InvalidMessageError
 from ...schemas.trajectory import TRAJECTORY, Trajectory, TrajectoryStatus
+from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.claims import check_in
 
@@ -154,6 +156,25 @@ def aborted_marker(t: Trajectory, reason: str) -> Trajectory:
         stop_reason="abort",
         messages=None,
         metadata=None,
+    )
+
+
+def refuse(
+    producer: KafkaProducer, topic: str, record: Any, error: InvalidMessageError, *, now_ms: int
+) -> None:
+    """Send a record that this stage cannot use to the dead letters, as it came."""
+    letter = DeadLetter(
+        stage="rollout",
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        reason=error.reason,
+        detail=error.detail,
+        at_ms=now_ms,
+    )
+    metrics.dead_letters.labels(stage="rollout").inc()
+    producer.send(
+        topic, key=record.key, value=record.value, headers=dead_letter_headers(record.headers, letter)
     )
 
 

@@ -27,20 +27,18 @@ from kafka import KafkaProducer
 
 from ...schemas import topics as t
 from ...schemas.config import Config
-from ...schemas.deadletter import DeadLetter, dead_letter_headers
 from ...schemas.errors import InvalidMessageError
 from ...schemas.task import Task
 from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.kafka import make_producer
-from ..environments.base import Environment
 from .admission import Ledger
 from .clock import ClockCheck
+from .crew import Crew
 from .engine_pool import EngineClient, EnginePool, RetryRule
-from .episode import Episode, Group
 from .followers import Intake, LogReader
 from .groups import GroupMaker
-from .publisher import Outgoing, Publisher
+from .publisher import Outgoing, Publisher, refuse
 from .tasks import TaskPool
 from .tokenizing import load_tokenizer
 
@@ -82,7 +80,6 @@ class RolloutWorker:
         self.groups_opened = 0
         """Groups begun; each has a record for every rollout in the end."""
         self._next_task: Task | None = None
-        self._episodes: dict[asyncio.Task[None], Episode] = {}
         self._wake = asyncio.Event()
         self._caught_up = False
         self._stopping = False
@@ -92,7 +89,9 @@ class RolloutWorker:
     async def run(self) -> int:
         """Until `stop`; the exit status: 0, or 1 when trajectories could not be delivered."""
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: self._fail(context))
+        loop.set_exception_handler(
+            lambda _, context: self._fail(context.get("exception") or RuntimeError(context["message"]))
+        )
         producer = await asyncio.to_thread(
             make_producer, self.config.kafka, client_id=self.worker_id, **PRODUCER
         )
@@ -106,18 +105,23 @@ class RolloutWorker:
             done=self._acknowledged,
             now_ms=_now_ms,
         )
+        crew = Crew(
+            tokenizer=self._maker.tokenizer,
+            generate=self.engines.generate,
+            publish=publisher.publish,
+            failed=self._fail,
+            now_ms=_now_ms,
+        )
         reader = self._reader(loop, producer)
         reader.start()
         metrics.role_up.labels(role="rollout").set(1)
         try:
-            await self._admit(publisher)
-            await self._drain()
+            await self._admit(crew)
+            await crew.drain(DRAIN_SECONDS, self._hurry)
             missing = await publisher.flush(FLUSH_SECONDS)
         finally:
             metrics.role_up.labels(role="rollout").set(0)
-            for task in self._episodes:
-                task.cancel()
-            await asyncio.gather(*self._episodes, return_exceptions=True)
+            await crew.close()
             await asyncio.to_thread(reader.stop)
             await self.engines.close()
             await asyncio.to_thread(producer.close, timeout=FLUSH_SECONDS)
@@ -132,7 +136,7 @@ class RolloutWorker:
         self._stopping = True
         self._wake.set()
 
-    async def _admit(self, publisher: Publisher) -> None:
+    async def _admit(self, crew: Crew) -> None:
         waiting_since = time.monotonic()
         forget_at = 0
         while not self._stopping:
@@ -143,7 +147,7 @@ class RolloutWorker:
             self._wake.clear()
             if self._may_open(now):
                 metrics.admission_waits.inc(time.monotonic() - waiting_since)
-                self._open(publisher, now)
+                self._open(crew, now)
                 await asyncio.sleep(0)
                 waiting_since = time.monotonic()
                 continue
@@ -166,7 +170,7 @@ class RolloutWorker:
             return False
         return self.ledger.may_start(size) and self.clock.may_open(now, running=running)
 
-    def _open(self, publisher: Publisher, now: int) -> None:
+    def _open(self, crew: Crew, now: int) -> None:
         """Start all rollouts of one group."""
         task, self._next_task = self._next_task, None
         assert task is not None
@@ -178,40 +182,12 @@ class RolloutWorker:
             logger.error("task cannot be rolled out, left out task=%s: %s", task.task_id, e)
             self.tasks.remove(task.task_id)
             return
-        ids = [group.rollout_id(i) for i in range(group.size)]
-        self.ledger.start(ids)
         self.groups_opened += 1
-        tasks = [self._start(group, rollout_id, environment, publisher) for rollout_id in ids]
+        self.ledger.start(group.rollout_id(i) for i in range(group.size))
         metrics.rollouts_running.set(self.ledger.running)
         # A little early, so that the markers of what did not finish close the group before its deadline does.
         early = min(2000, group_ms // 10)
-        asyncio.get_running_loop().call_later((group_ms - early) / 1000, self._abort, tasks, "deadline")
-
-    def _start(
-        self, group: Group, rollout_id: str, environment: Callable[[], Environment], publisher: Publisher
-    ) -> asyncio.Task[None]:
-        episode = Episode(
-            group,
-            rollout_id,
-            environment=environment,
-            tokenizer=self._maker.tokenizer,
-            generate=self.engines.generate,
-            now_ms=_now_ms,
-        )
-
-        async def roll() -> None:
-            await publisher.publish(await episode.run())
-
-        task = asyncio.create_task(roll())
-        self._episodes[task] = episode
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._episodes.pop(task, None)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail({"exception": error, "message": "a rollout could not be published"})
+        crew.start(group, environment, seconds=(group_ms - early) / 1000)
 
     def _acknowledged(self, out: Outgoing) -> None:
         record = out.trajectory
@@ -241,53 +217,15 @@ class RolloutWorker:
             metrics.rollouts_forgotten.inc(len(lost))
             logger.warning("rollouts without a fate forgotten count=%d first=%s", len(lost), lost[0])
 
-    def _abort(self, tasks: list[asyncio.Task[None]], reason: str) -> None:
-        for task in tasks:
-            episode = self._episodes.get(task)
-            if episode is not None and episode.abort_reason is None:
-                episode.abort_reason = reason
-                task.cancel()
-
-    async def _drain(self) -> None:
-        """Let rollouts finish for a while, then abort the rest; each leaves a record."""
-        pending = set(self._episodes)
-        hurry = asyncio.create_task(self._hurry.wait())
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while pending and not hurry.done() and (left := deadline - time.monotonic()) > 0:
-            await asyncio.wait({*pending, hurry}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            pending = set(self._episodes)
-        hurry.cancel()
-        if pending:
-            logger.info("rollouts aborted at shutdown count=%d", len(pending))
-            self._abort(list(pending), "shutdown")
-            await asyncio.wait(pending, timeout=DRAIN_SECONDS)
-
     def _reader(self, loop: asyncio.AbstractEventLoop, producer: KafkaProducer) -> LogReader:
-        def refuse(record: Any, error: InvalidMessageError) -> None:
-            letter = DeadLetter(
-                stage="rollout",
-                topic=record.topic,
-                partition=record.partition,
-                offset=record.offset,
-                reason=error.reason,
-                detail=error.detail,
-                at_ms=_now_ms(),
-            )
-            metrics.dead_letters.labels(stage="rollout").inc()
-            producer.send(
-                self.topics.name(t.DEADLETTERS),
-                key=record.key,
-                value=record.value,
-                headers=dead_letter_headers(record.headers, letter),
-            )
-
+        letters = self.topics.name(t.DEADLETTERS)
         intake = Intake(
             self.topics,
             self.config.policy.id,
             tasks=self.tasks,
             engines=self.engines,
             ledger=self.ledger,
-            refuse=refuse,
+            refuse=lambda record, e: refuse(producer, letters, record, e, now_ms=_now_ms()),
         )
 
         def caught_up(_: None) -> None:
@@ -305,17 +243,14 @@ class RolloutWorker:
             client_id=f"{self.worker_id}-reader",
             deliver=lambda records: _from_thread(loop, apply, records),
             caught_up=lambda: _from_thread(loop, caught_up, None),
-            failed=lambda e: _from_thread(
-                loop, self._fail, {"exception": e, "message": "reading the log failed"}
-            ),
+            failed=lambda e: _from_thread(loop, self._fail, e),
         )
 
-    def _fail(self, context: dict[str, Any]) -> None:
+    def _fail(self, error: BaseException) -> None:
         """What no one handles ends the worker: its supervisor starts another, and the log knows the rest."""
-        error = context.get("exception")
-        logger.error("%s", context.get("message"), exc_info=error)
+        logger.error("the worker ends", exc_info=error)
         if self._failure is None:
-            self._failure = error or RuntimeError(context.get("message"))
+            self._failure = error
         self.stop()
         self._hurry.set()
 
