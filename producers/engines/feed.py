@@ -18,11 +18,13 @@ from ...schemas.topics import DEADLETTERS, ENGINES, WEIGHTS, Topics
 from ...schemas.weights import WEIGHTS as WEIGHTS_RECORD
 from ...schemas.weights import WeightRecord
 from ...streams import metrics
-from ...streams.kafka import make_consumer, make_producer, partitions_of
+from ...streams.kafka import make_consumer, make_producer, partitions_of, poll_records
 
 logger = logging.getLogger(__name__)
 
 STAGE = "engine"
+IDLE_SECONDS = 0.03
+SILENT_SECONDS = 2.0
 
 
 class StatusProducer:
@@ -84,17 +86,20 @@ class WeightsFeed:
     def backlog(self) -> Iterator[list[WeightRecord]]:
         """What is there already, so that an engine that joins late loads one anchor and not every version."""
         end = self._consumer.end_offsets([self._partition])[self._partition]
+        # The last offsets may be a transaction's markers, which no read returns and some brokers never pass.
+        silent_since = time.monotonic()
         while self._consumer.position(self._partition) < end:
-            records = self.poll(1.0)
-            yield records
-            if not records:
+            records = self.poll()
+            if records:
+                silent_since = time.monotonic()
+                yield records
+            elif time.monotonic() - silent_since > SILENT_SECONDS:
                 return
 
-    def poll(self, seconds: float) -> list[WeightRecord]:
-        """The next records; none after `seconds`."""
-        polled = self._consumer.poll(timeout_ms=int(seconds * 1000))
+    def poll(self) -> list[WeightRecord]:
+        """What has arrived; where nothing has, this takes IDLE_SECONDS."""
         decoded = []
-        for record in polled.get(self._partition, ()):
+        for record in poll_records(self._consumer, idle_seconds=IDLE_SECONDS):
             try:
                 decoded.append(WEIGHTS_RECORD.decode(record.value, record.headers))
             except InvalidMessageError as e:

@@ -28,7 +28,6 @@ from .subscriber import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1
 ANNOUNCE_SECONDS = 3.0
 
 
@@ -123,7 +122,7 @@ class Following:
         while not self._stopping.is_set():
             while not self._stopping.is_set() and self._subscriber.follow():
                 announced = time.monotonic()
-            self._subscriber.see(feed.poll(POLL_SECONDS))
+            self._subscriber.see(feed.poll())
             if time.monotonic() - announced >= ANNOUNCE_SECONDS:
                 self._subscriber.announce()
                 announced = time.monotonic()
