@@ -106,7 +106,6 @@ class Advantage:
             await self._send_late(score, event)
         elif verdict is Verdict.DUPLICATE:
             self._acknowledge_repeat(score.group_id, event)
-        self._count_open()
 
     async def tick(self, now_ms: int) -> None:
         """Close by the clock what is overdue in partitions that have been read to their end."""

@@ -10,6 +10,7 @@ It holds for topics without holes: not compacted, not written by transactions.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -29,6 +30,7 @@ from .paced_fetch import PacedConsumerThread
 logger = logging.getLogger(__name__)
 
 HEAD_MISSING_SECONDS = 2.0
+YIELD_EVERY = 50
 MAX_HEAD_MISSING_SECONDS = 8.0
 """A head that stays away is asked for again at growing distance, so that a full queue can drain."""
 
@@ -105,8 +107,30 @@ class SafeConsumer(Consumer):
                 await self._seek_if_assigned(tp, due)
                 continue
             self._due[tp] = due + 1
-            self._read_offset[tp] = None  # else Faust drops what it thinks it has read before
             yield tp, message
+
+    async def _drain_messages(self, fetcher: Any) -> None:
+        """Faust's loop from the broker to the streams' queues, without the four futures it makes per message."""
+        try:
+            count = 0
+            while not (self.should_stop or fetcher.should_stop):
+                async for tp, message in self.getmany(timeout=1.0):
+                    if self._would_block(tp):
+                        await self.wait_first(self.callback(message), self.suspend_flow.wait())
+                    else:
+                        await self.callback(message)
+                    count += 1
+                    if count % YIELD_EVERY == 0:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        except (*self.consumer_stopped_errors, asyncio.CancelledError):
+            if not self.transport.app.should_stop:
+                raise
+
+    def _would_block(self, tp: TP) -> bool:
+        """Handing over a message would wait: it must be given up when the flow stops meanwhile."""
+        channels = self.app.topics._tp_index.get(tp, ())
+        return not self.app.flow_control.is_active() or any(c.queue.full() for c in channels)
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Nothing is due any more."""
@@ -117,7 +141,6 @@ class SafeConsumer(Consumer):
         """Read `partition` from `offset` on."""
         self._due.pop(partition, None)
         await self.seek_wait({partition: offset})
-        self._read_offset[partition] = offset or None
         self._due[partition] = offset
 
     async def perform_seek(self) -> None:
