@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidMessageError
 from ..schemas.topics import DEADLETTERS, ENGINES, TRAJECTORIES, Topics
 from ..schemas.topics import WEIGHTS as WEIGHTS_TOPIC
 from ..schemas.weights import WEIGHTS
-from ..streams.kafka import make_consumer, partitions_of
+from ..streams.kafka import make_consumer, partitions_of, poll_records
 from .history import History
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,10 @@ class Follower:
         self._counted = 0.0
 
     def poll(self, timeout_s: float) -> bool:
-        """Take in what there is, waiting at most `timeout_s`; True if the learning curve grew."""
+        """Take in what there is, sleeping `timeout_s` where that is nothing; True if the learning curve grew."""
         before = len(self.history.steps)
-        for records in self._consumer.poll(int(timeout_s * 1000)).values():
-            for record in records:
-                self._take(record)
+        for record in poll_records(self._consumer, idle_seconds=timeout_s):
+            self._take(record)
         if self._clock() - self._counted > COUNT_SECONDS:
             self._count()
         return len(self.history.steps) > before
@@ -57,7 +56,7 @@ class Follower:
         ends = self._consumer.end_offsets(self._followed)
         deadline = self._clock() + CATCH_UP_SECONDS
         while any(self._consumer.position(p) < ends[p] for p in ends) and self._clock() < deadline:
-            self.poll(0.1)
+            self.poll(0.02)
         self._count()
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ class Step:
 class _Engine:
     updates: int = 0
     tokens: int = 0
+    version: int = -1
 
 
 @dataclass(slots=True)
@@ -89,9 +90,11 @@ class History:
         """A status of an engine; counters that go back mean that it was restarted."""
         before = self._engines.setdefault(status.engine_id, _Engine())
         if status.updates < before.updates or status.generated_tokens < before.tokens:
-            before.updates = before.tokens = 0
-        if status.updates > before.updates:
-            self.updates += status.updates - before.updates
+            before.updates, before.tokens, before.version = 0, 0, -1
+        # The first weights after its start are a load: nobody was waiting for tokens.
+        applied = status.updates - before.updates - (before.version < 0)
+        if applied > 0:
+            self.updates += applied
             if status.pause_ms is not None:
                 self.pauses_ms.append(status.pause_ms)
         if status.generated_tokens > before.tokens:
@@ -100,7 +103,11 @@ class History:
                 self.tokens_from_ms = status.at_ms
                 self.tokens = 0
             self.tokens_until_ms = status.at_ms
-        before.updates, before.tokens = status.updates, status.generated_tokens
+        before.updates, before.tokens, before.version = (
+            status.updates,
+            status.generated_tokens,
+            status.version,
+        )
         self.engines[status.engine_id] = status
 
     @property
