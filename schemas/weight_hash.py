@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 MASK = 2**64 - 1
-_CHUNK = 1 << 18
+_CHUNK = 1 << 14
 """Elements mixed at once: the temporaries stay in the cache."""
 
 
