@@ -121,7 +121,7 @@ def test_trajectories_are_valid_and_none_was_lost_to_an_update(finished: dict[st
     config, topics = finished["config"], finished["topics"]
     trajectories = [TRAJECTORY.decode(r.value, r.headers) for r in records(config, topics.name(TRAJECTORIES))]
     assert len({t.trajectory_id for t in trajectories}) == len(trajectories)
-    by_end = [t for t in trajectories if t.status is TrajectoryStatus.ABORTED and t.reason != "stopping"]
+    by_end = [t for t in trajectories if t.status is TrajectoryStatus.ABORTED and t.reason != "shutdown"]
     assert not by_end, by_end[0].reason
     assert not records(config, topics.name(DEADLETTERS))
 
