@@ -208,18 +208,19 @@ def load_config(
 ) -> Config:
     """The configuration from `path` (TOML, or JSON by suffix), `env` over it, `overrides` over those.
 
-    `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Relative paths in the file
-    start at its folder, others at the working directory. Raises ConfigError.
+    `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Paths come out absolute:
+    those in the file start at its folder, others at the working directory. Raises ConfigError.
     """
     tree = _read(path) if path is not None else {}
     if path is not None:
-        _anchor(tree, Config, path.parent)
+        _anchor(tree, Config, path.absolute().parent)
     for name, value in (env or {}).items():
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(tree, name[len(ENV_PREFIX) :].lower().replace("__", "."), _parse(value))
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(tree, key, value)
+    _anchor(tree, Config, Path.cwd())
     try:
         return Config.model_validate(tree)
     except ValidationError as e:
