@@ -6,6 +6,7 @@ The embedded broker does; without this an idle worker asks it thousands of times
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -28,7 +29,8 @@ class PacedConsumerThread(AIOKafkaConsumerThread):
             started = time.monotonic()
             found: bool = await fetch(*args)
             if not found and time.monotonic() - started < AT_ONCE_SECONDS:
-                await asyncio.sleep(PAUSE_SECONDS)
+                with contextlib.suppress(asyncio.CancelledError):  # as a fetch that is cancelled: no news
+                    await asyncio.sleep(PAUSE_SECONDS)
             return found
 
         fetcher._proc_fetch_request = paced_fetch

@@ -29,8 +29,9 @@ from .paced_fetch import PacedConsumerThread
 
 logger = logging.getLogger(__name__)
 
-HEAD_MISSING_SECONDS = 2.0
 YIELD_EVERY = 50
+"""Messages handed over between two turns of the event loop."""
+HEAD_MISSING_SECONDS = 2.0
 MAX_HEAD_MISSING_SECONDS = 8.0
 """A head that stays away is asked for again at growing distance, so that a full queue can drain."""
 
@@ -56,6 +57,8 @@ class SafeRecovery(Recovery):
 
 class SafeTableManager(TableManager):
     """Builds the safe recovery."""
+
+    _recovery: Recovery | None = None
 
     @property
     def recovery(self) -> Recovery:
