@@ -1,0 +1,119 @@
+"""Checkpoints are whole or absent, hold no code, and a resumed learner is the one that was saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.consumers.trainer.checkpoint import CheckpointInfo, Checkpoints
+from headrace.consumers.trainer.history import KEPT, History
+from headrace.consumers.trainer.resume import config_hash, usable
+from headrace.schemas.config import TrainerConfig
+from headrace.schemas.errors import WeightUpdateError
+from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def info(version: int, weights_hash: int = 7) -> CheckpointInfo:
+    return CheckpointInfo(
+        version=version, weights_hash=weights_hash, consumed=((0, 3), (1, 2**40)), config_hash="c"
+    )
+
+
+def record(version: int, *kinds: BlobKind, weights_hash: int = 7) -> WeightRecord:
+    return WeightRecord(
+        policy_id="policy",
+        version=version,
+        base_version=version - 1 if BlobKind.DELTA in kinds else None,
+        base_hash=0,
+        weights_hash=weights_hash,
+        blobs=tuple(WeightBlob(kind=k, uri="x", size=1, sha256="0" * 64) for k in kinds),
+    )
+
+
+TENSORS = {"master/a": torch.arange(6.0).reshape(2, 3), "step/a": torch.tensor([3.0])}
+
+
+def test_what_is_saved_is_loaded_bit_for_bit_with_the_random_generator(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    torch.manual_seed(5)
+    checkpoints.save(info(3, 2**64 - 1), TENSORS)
+    expected = torch.rand(3)
+    (found,) = checkpoints.infos()
+    assert found == info(3, 2**64 - 1)
+    loaded = checkpoints.load(found)
+    assert {n: t.tolist() for n, t in loaded.items()} == {n: t.tolist() for n, t in TENSORS.items()}
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (0, 20, 1_000_000, 40):
+        checkpoints.save(info(version), TENSORS)
+    assert [i.version for i in checkpoints.infos()] == [1_000_000, 40]
+
+
+def test_a_checkpoint_can_be_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(info(1, 1), TENSORS)
+    checkpoints.save(info(1, 2), TENSORS)
+    assert [i.weights_hash for i in checkpoints.infos()] == [2]
+
+
+def test_a_torn_write_is_not_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(info(1), TENSORS)
+    (tmp_path / "v000002.part").mkdir()
+    (tmp_path / "v000002.part" / "state.safetensors").write_bytes(b"half")
+    (tmp_path / "v000003").mkdir()
+    (tmp_path / "v000003" / "meta.json").write_text("{")
+    assert [i.version for i in checkpoints.infos()] == [1]
+    checkpoints.save(info(4), TENSORS)
+    assert not (tmp_path / "v000002.part").exists()
+
+
+def test_a_broken_file_says_so(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    folder = checkpoints.save(info(1), TENSORS)
+    (folder / "state.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoints.load(info(1))
+
+
+def test_only_checkpoints_that_the_log_agrees_with_are_used() -> None:
+    history = History([record(v, BlobKind.DELTA, weights_hash=v) for v in range(1, 6)])
+    infos = [info(9, 9), info(4, 4), info(3, 99), info(2, 2)]
+    assert [i.version for i in usable(infos, history)] == [4, 2]
+
+
+def test_a_chain_starts_at_the_newest_anchor_below() -> None:
+    both = (BlobKind.DELTA, BlobKind.ANCHOR)
+    records = [
+        record(0, BlobKind.ANCHOR),
+        record(1, BlobKind.DELTA),
+        record(2, *both),
+        record(3, BlobKind.DELTA),
+    ]
+    history = History(records)
+    assert [r.version for r in history.chain(3)] == [2, 3]
+    assert [r.version for r in history.chain(1)] == [0, 1]
+    with pytest.raises(WeightUpdateError, match="gap"):
+        History([records[0], records[3]]).chain(3)
+
+
+def test_a_long_log_keeps_what_is_needed_to_load_the_newest() -> None:
+    both = (BlobKind.DELTA, BlobKind.ANCHOR)
+    history = History(record(v, *(both if v % 50 == 0 else both[:1])) for v in range(1, KEPT + 500))
+    assert history.get(1) is None
+    assert next(r.version for r in history.chain(KEPT + 499)) == KEPT + 450
+
+
+def test_the_settings_hash_covers_the_arithmetic_and_nothing_else() -> None:
+    base = config_hash(TrainerConfig())
+    assert config_hash(TrainerConfig(lr=2e-6)) != base
+    assert config_hash(TrainerConfig(threads=2)) != base
+    assert config_hash(TrainerConfig(checkpoint_every=7, keep_checkpoints=9, steps=5)) == base
