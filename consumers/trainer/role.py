@@ -23,7 +23,7 @@ from ...streams.kafka import closing, make_consumer
 
 logger = logging.getLogger(__name__)
 
-FENCED_STATUS = 4
+FENCED_STATUS = 3
 """Exit status when another trainer has taken over: starting again would only fence that one."""
 
 
