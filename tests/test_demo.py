@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.deploy.presets import CALCULATOR
 from headrace.schemas.config import Config, RunConfig
 from headrace.schemas.engine import ENGINE
 from headrace.schemas.sample import SAMPLE, Fate
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.e2e
 
 HEADRACE = [sys.executable, "-m", "headrace.deploy.cli"]
 STEPS = 6
+BATCH = CALCULATOR.settings["trainer.batch_size"]
 SUMMARY = {
     "task", "seed", "steps", "seconds", "reward_start", "reward_end", "policy_version", "trajectories", "trained",
     "dropped", "lag_mean", "lag_max", "updates", "pause_ms_p50", "pause_ms_max", "tokens_per_second", "delta_bytes",
@@ -78,7 +80,7 @@ def test_summary_is_complete_and_consistent(finished: dict[str, Any]) -> None:
     summary = finished["summary"]
     assert summary.keys() >= SUMMARY
     assert summary["policy_version"] == summary["steps"] == STEPS
-    assert summary["trained"] == STEPS * 256
+    assert summary["trained"] == STEPS * BATCH
     assert summary["trajectories"] >= summary["trained"]
     assert summary["delta_bytes"] > 0
     assert 0 < summary["updates"] <= STEPS
@@ -112,7 +114,7 @@ def test_every_trained_sample_is_admitted_and_trained_once(finished: dict[str, A
         for r in records(config, topics.name(WEIGHTS, "demo"))
         for ref in WEIGHT_RECORD.decode(r.value, r.headers).samples
     ]
-    assert len(trained) == STEPS * 256
+    assert len(trained) == STEPS * BATCH
     assert len({s.trajectory_id for s in trained}) == len(trained)
     assert all(s.fate is Fate.ADMITTED for s in trained)
 
