@@ -146,6 +146,21 @@ def test_adopting_bits_keeps_the_digits_below_bf16_where_they_agree(directory: P
     assert different.nonzero().flatten().tolist() == [3]
 
 
+def test_recomputed_activations_give_the_same_step_and_no_dropout(directory: Path) -> None:
+    def with_dropout(**settings: Any) -> Learner:
+        made = load_model(directory, dtype=torch.float32, device=CPU)
+        for module in made.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        return Learner(made, TrainerConfig(lr=1e-3, warmup_steps=2, micro_batch_tokens=64, **settings))
+
+    expected = learner(directory).step(rows(0)).metrics
+    assert with_dropout().step(rows(0)).metrics == pytest.approx(expected, rel=1e-5)
+    assert with_dropout(gradient_checkpointing=True).step(rows(0)).metrics == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
 def test_large_vocabularies_are_done_in_chunks_with_the_same_result(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,13 @@
 """samples -> batch -> payloads by reference -> one optimizer step -> delta -> blob -> record and offsets in one transaction.
 
-    role.py         the process: opens everything in the order that makes a takeover safe
-    loop.py         the order of one version
-    source.py       samples topic -> builder.py (pure): batches, lag limit, repeats, offsets
-    payloads.py     samples -> trajectories, through refs.py: records by (partition, offset)
-    batch.py        rows -> padded micro-batches
-    step.py         micro-batches -> model.py (live bf16 values) -> loss.py -> master.py (fp32, AdamW)
-    publish.py      bits -> blobs -> transaction
-    checkpoint.py   what a restart needs; resume.py: which one, and the steps redone from history.py (the log)
-    report.py       metrics of a step; flops.py: what a step costs
-    warmstart.py    the demo's version 0
+role.py         the process: opens everything in the order that makes a takeover safe
+loop.py         the order of one version
+source.py       samples topic -> builder.py (pure): batches, lag limit, repeats, offsets
+payloads.py     samples -> trajectories, through refs.py: records by (partition, offset)
+batch.py        rows -> padded micro-batches
+step.py         micro-batches -> model.py (live bf16 values) -> loss.py -> master.py (fp32, AdamW)
+publish.py      bits -> blobs -> transaction
+checkpoint.py   what a restart needs; resume.py: which one, and the steps redone from history.py (the log)
+report.py       metrics of a step; flops.py: what a step costs
+warmstart.py    the demo's version 0
 """

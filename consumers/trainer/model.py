@@ -28,7 +28,8 @@ class LiveModel:
     def __init__(self, model: torch.nn.Module, *, gradient_checkpointing: bool = False) -> None:
         """`model`: a transformers causal LM, already in the dtype and on the device of the arithmetic."""
         self.model = model
-        self.model.train()
+        # transformers recomputes activations in training mode only; elsewhere nothing needs that mode.
+        self.model.train(gradient_checkpointing)
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         """Hugging Face name -> parameter; tied ones once."""
         for p in self.parameters.values():
@@ -75,11 +76,9 @@ class LiveModel:
             self._head = None
             return
         probe = torch.arange(4, device=self.device)[None] % self._head.weight.shape[0]
-        self.model.eval()
         with torch.no_grad():
             whole = self.model(input_ids=probe, use_cache=False).logits
             apart = self._head(self._decoder(input_ids=probe, use_cache=False).last_hidden_state)
-        self.model.train()
         if not torch.equal(whole, apart):
             logger.info("the model changes its logits after the head: full logits are kept in memory")
             self._head = None
@@ -88,7 +87,9 @@ class LiveModel:
 def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """The causal LM in a Hugging Face directory, offline. Raises ConfigError when it is not one."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if not (directory / "config.json").is_file():
         raise ConfigError(f"policy.model {directory} is not a Hugging Face model directory: no config.json")
     try:
@@ -105,3 +106,6 @@ def dropout_free(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
