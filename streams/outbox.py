@@ -25,12 +25,15 @@ class Outbox:
         self._app = app
         self._room = asyncio.Semaphore(window)
         """Bounds what is on its way, so that a slow broker slows the agents down."""
+        self._known: set[str] = set()
         self._crashing: asyncio.Task[None] | None = None
 
     async def send(
         self, topic: str, key: bytes | None, value: bytes | None, headers: Headers
     ) -> asyncio.Future[Any]:
         """Hand a record to the producer; the future is its delivery."""
+        if topic not in self._known:
+            await self._keep_known(topic)
         await self._room.acquire()
         try:
             future = await self._app.producer.send(topic, key, value, None, None, headers)
@@ -63,6 +66,15 @@ class Outbox:
         if self._crashing is None:
             logger.error("the worker ends: %s: %s", type(error).__name__, error)
             self._crashing = asyncio.get_running_loop().create_task(self._app.crash(error))
+
+    async def _keep_known(self, topic: str) -> None:
+        """Name `topic` to the client for good.
+
+        The client starts with the metadata of all topics and shrinks to the named ones at the first new topic:
+        a batch for any other one would then wait for ever, and with it every commit.
+        """
+        await self._app.producer._ensure_producer().client.add_topic(topic)
+        self._known.add(topic)
 
     def _delivered(self, future: asyncio.Future[Any]) -> None:
         self._room.release()
