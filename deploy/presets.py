@@ -47,7 +47,8 @@ _COMMON: dict[str, Any] = {
 
 CALCULATOR = Preset(
     task="calculator",
-    about="two turns: `47+38=`, the model calls `[47+38]`, the environment answers `85>`, the model answers `85$`",
+    about="two turns: `47+38=`, the model calls `[47+38]`, the environment answers `85>`, the model answers `85$`; "
+    "it starts from a warm start on demonstrations of which most are wrong on purpose",
     settings=_COMMON
     | {
         "rollout.environment": "calculator",
@@ -55,7 +56,7 @@ CALCULATOR = Preset(
         "rollout.max_tokens": 10,
         "rollout.max_turns": 2,
         "verify.reward": "calculator",
-        "trainer.lr": 1e-3,
+        "trainer.lr": 6e-4,
         "trainer.entropy_coef": 0.01,
     },
     target=0.93,
