@@ -70,6 +70,7 @@ def run(
     title: str,
     task: str,
     quiet: bool,
+    about: str = "",
     started: float | None = None,
 ) -> dict[str, Any]:
     """Run `plan` until `goal`; returns the summary, which also goes to summary.json, with plot.png beside it.
@@ -80,7 +81,11 @@ def run(
     started = time.monotonic() if started is None else started
     started_ms = int((time.time() - (time.monotonic() - started)) * 1000)
     run_dir = plan.config.run.dir.resolve()
-    with Interrupts() as interrupts, locked(run_dir), Screen(title, started=started, quiet=quiet) as screen:
+    with (
+        Interrupts() as interrupts,
+        locked(run_dir),
+        Screen(title, about, started=started, quiet=quiet) as screen,
+    ):
         stack = Stack(plan, tick=screen.phase, hurry=interrupts.hurry)
         screen.roles = lambda: stack.supervisor.roles
         follower: Follower | None = None

@@ -22,9 +22,9 @@ LINE_SECONDS = 5.0
 class Screen:
     """A context; `phase` and `refresh` are cheap and may be called often."""
 
-    def __init__(self, title: str, *, started: float, quiet: bool) -> None:
+    def __init__(self, title: str, about: str = "", *, started: float, quiet: bool) -> None:
         """`started`: monotonic seconds; `quiet`: keep standard output free."""
-        self._title, self._started = title, started
+        self._title, self._about, self._started = title, about, started
         self._console = Console(file=sys.stderr if quiet else sys.stdout, soft_wrap=True)
         self._live: Live | None = None
         if self._console.is_terminal:
@@ -69,6 +69,8 @@ class Screen:
         return time.monotonic() - self._started
 
     def __enter__(self) -> Screen:
+        for line in filter(None, (self._title, self._about)):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=self._live is None)
         if self._live is not None:
             self._live.start()
         return self

@@ -111,7 +111,7 @@ class Stack:
         limits = LIMITS[kind]
         if limits.max_workers is not None and self.config.streams.workers > limits.max_workers:
             raise ConfigError(
-                f"streams.workers = {self.config.streams.workers}: the {limits.title} takes at most "
+                f"streams.workers = {self.config.streams.workers}: {limits.title} takes at most "
                 f"{limits.max_workers}; use Apache Kafka (KAFKA_HOME or --bootstrap) for more"
             )
         return limits
@@ -121,7 +121,7 @@ class Stack:
         if self.config.kafka.bootstrap is not None:
             return
         kind, home = choose_kind(self.config.kafka)
-        self._tick(f"starting the {LIMITS[kind].title}")
+        self._tick(f"starting {LIMITS[kind].title}")
         data, log = self.run_dir / "broker" / kind, self.run_dir / "logs" / "broker.log"
         self.broker = start_broker(kind, data, home, log=log)
         update = {"bootstrap": self.broker.bootstrap, "static_members": self.broker.config.static_members}

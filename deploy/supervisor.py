@@ -143,7 +143,8 @@ class Supervisor:
             # A role that ended may have left children in its group.
             signal_group(role.process, signal.SIGKILL)
             if role.state in (RoleState.RUNNING, RoleState.WAITING):
-                role.state = RoleState.STOPPED
+                done = role.spec.finishes and role.process.returncode == OK
+                role.state = RoleState.FINISHED if done else RoleState.STOPPED
 
 
 def _spawn(spec: RoleSpec) -> subprocess.Popen[bytes]:

@@ -49,7 +49,7 @@ class BrokerLimits:
 
 EMBEDDED = BrokerLimits(
     kind="embedded",
-    title="embedded broker (noida-db)",
+    title="the embedded broker (noida-db)",
     durable_on_kill=False,
     expires_dead_members=False,
     max_workers=1,
@@ -60,7 +60,7 @@ EMBEDDED = BrokerLimits(
 )
 KAFKA = BrokerLimits(
     kind="kafka",
-    title="Apache Kafka, one node",
+    title="Apache Kafka (one node)",
     durable_on_kill=True,
     expires_dead_members=True,
     max_workers=None,
