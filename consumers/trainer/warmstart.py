@@ -1,9 +1,10 @@
 """The demo's version 0: a 17-token tokenizer, a tiny Qwen3 model, and for the calculator a deliberately bad start.
 
 Calculator, two turns: `47+38=` -> the model calls `[47+38]` -> the environment appends `85>` -> the model
-answers `85$`. The demonstrations of the supervised warm start are noisy on purpose: the call is right in 40 % of
-them and the answer copied in 40 %, so the model learns the format and little else, and the climb is left to
-reinforcement learning. Addition (`2+3=` -> `5`) starts from random weights.
+answers `85$`. The demonstrations of the supervised warm start are wrong on purpose: in four of five calls, and in
+four of five answers, one digit is replaced. So the model learns the format, and to copy each digit more often than
+not; about one rollout in six is right. The climb from there is left to reinforcement learning. Addition
+(`2+3=` -> `5`) starts from random weights.
 
     python -m headrace.consumers.trainer.warmstart TASK SEED DIRECTORY
 """
@@ -33,7 +34,7 @@ ALPHABET = [PAD, *"0123456789+=[]>", END]
 OPERANDS = range(10, 50)
 """Of the calculator: 1600 prompts."""
 RIGHT = 0.2
-"""Share of demonstrations with the right call, and of those with the right answer."""
+"""Share of demonstrations whose call is right, and share whose answer is."""
 STEPS, BATCH, LEARNING_RATE = 250, 64, 5e-3
 INITIALIZER_RANGE = 0.1
 """Larger than usual: with 0.02 so small a model takes hundreds of steps to begin to attend."""
