@@ -72,7 +72,7 @@ ADDITION = Preset(
         "rollout.max_tokens": 1,
         "rollout.max_turns": 1,
         "verify.reward": "exact_match",
-        "trainer.lr": 5e-4,
+        "trainer.lr": 8e-4,
         "trainer.entropy_coef": 0.02,
     },
     target=0.93,
