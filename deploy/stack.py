@@ -16,7 +16,7 @@ from pathlib import Path
 from ..schemas.config import ENV_PREFIX, Config, dump_config
 from ..schemas.errors import BrokerError, ConfigError
 from ..schemas.task import Task
-from ..schemas.topics import ALL_TOPICS, SAMPLES, SCORES, TASKS, TRAJECTORIES, Topics
+from ..schemas.topics import SAMPLES, SCORES, TASKS, TRAJECTORIES, Topics
 from ..streams.kafka import closing, create_topics, make_consumer, make_producer, partitions_of
 from .broker.launcher import Broker, choose_kind, start_broker
 from .broker.limits import LIMITS, BrokerLimits
@@ -194,15 +194,13 @@ def role_environment(plugin_path: Sequence[Path]) -> dict[str, str]:
 def _retention(config: Config) -> dict[str, dict[str, str]]:
     """Retention per partition for a broker that must stay small: what the trainer may still ask for, and no more.
 
-    That is the samples ahead of it and those since its last checkpoint.
+    That is the samples ahead of it and those since its last checkpoint, at sizes two to three times the usual ones.
     """
     samples = config.trainer.batch_size * (config.staleness.max_lag + 2 + config.trainer.checkpoint_every)
     payload = 2048 + 12 * min(config.rollout.max_total_tokens, config.store.inline_max_bytes // 12)
-    sizes = {spec.topic: samples * 2048 for spec in (SCORES, SAMPLES)} | {
-        TRAJECTORIES.topic: samples * payload
-    }
-    partitions = {spec.topic: spec.partitions for spec in ALL_TOPICS}
-    return {
-        topic: {"retention.bytes": str(min(24 * MIB, max(4 * MIB, size // partitions[topic])))}
-        for topic, size in sizes.items()
-    }
+    settings = {}
+    for spec, size in ((SCORES, 2048), (SAMPLES, 2048), (TRAJECTORIES, payload)):
+        kept = min(24 * MIB, max(MIB, samples * size // spec.partitions))
+        # Whole segments are removed, never the one that is written.
+        settings[spec.topic] = {"retention.bytes": str(kept), "segment.bytes": str(kept // 4)}
+    return settings
