@@ -39,6 +39,7 @@ _COMMON: dict[str, Any] = {
     "rollout.temperature": 1.0,
     "advantage.estimator": "rloo",
     "staleness.max_lag": 4,
+    "staleness.admission_lag": 2,
     "engine.max_requests": 256,
     "trainer.batch_size": 128,
     "trainer.beta2": 0.99,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from .errors import ConfigError
 from .topics import checked_name
@@ -136,6 +136,19 @@ class AdvantageConfig(Section):
 class StalenessConfig(Section):
     max_lag: Annotated[int, Field(ge=0)] = 4
     """Largest (version being updated) - (oldest version among the trained tokens)."""
+    admission_lag: Annotated[int, Field(ge=0)] | None = None
+    """The lag that rollouts are admitted for; below max_lag it leaves room for slow ones. None: max_lag."""
+
+    @model_validator(mode="after")
+    def _admits_no_stale_ones(self) -> StalenessConfig:
+        if self.admission_lag is not None and self.admission_lag > self.max_lag:
+            raise ValueError(f"admission_lag {self.admission_lag} is above max_lag {self.max_lag}: use at most max_lag")
+        return self
+
+    @property
+    def admitted_lag(self) -> int:
+        """What admission goes by."""
+        return self.max_lag if self.admission_lag is None else self.admission_lag
 
 
 class TrainerConfig(Section):

@@ -68,7 +68,7 @@ class RolloutWorker:
         self.config, self.worker_id = config, worker_id
         self.topics = t.Topics(config.run.namespace)
         self.ledger = Ledger(
-            max_lag=config.staleness.max_lag,
+            max_lag=config.staleness.admitted_lag,
             batch_size=config.trainer.batch_size,
             grace_ms=FATE_GRACE_MS,
         )
