@@ -87,9 +87,9 @@ class History:
         )
 
     def add_engine(self, status: EngineStatus) -> None:
-        """A status of an engine; counters that go back mean that it was restarted."""
+        """A status of an engine; updates that go back mean that it was restarted."""
         before = self._engines.setdefault(status.engine_id, _Engine())
-        if status.updates < before.updates or status.generated_tokens < before.tokens:
+        if status.updates < before.updates:
             before.updates, before.tokens, before.version = 0, 0, -1
         # The first weights after its start are a load: nobody was waiting for tokens.
         applied = status.updates - before.updates - (before.version < 0)
@@ -103,11 +103,9 @@ class History:
                 self.tokens_from_ms = status.at_ms
                 self.tokens = 0
             self.tokens_until_ms = status.at_ms
-        before.updates, before.tokens, before.version = (
-            status.updates,
-            status.generated_tokens,
-            status.version,
-        )
+        before.updates, before.version = status.updates, status.version
+        # A request that is taken back after a pause takes its last tokens with it.
+        before.tokens = max(before.tokens, status.generated_tokens)
         self.engines[status.engine_id] = status
 
     @property

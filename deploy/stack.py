@@ -76,7 +76,7 @@ class Stack:
             port = self.config.engine.port + n if self.config.engine.port else 0
             args = ["--id", f"engine-{n}", "--set", f"engine.port={port}"]
             self._role("engine", f"engine-{n}", args, stop_order=1)
-        self._role("rollout", "rollout-0", ["--id", "rollout-0"], stop_order=0, grace_s=15.0)
+        self._role("rollout", "rollout-0", ["--id", "rollout-0"], stop_order=0, grace_s=30.0)
 
     def check(self) -> None:
         """Raise when a role was given up or the broker died."""

@@ -66,6 +66,8 @@ class Role:
     state: RoleState = RoleState.RUNNING
     due: float = field(default=0.0)
     """Monotonic seconds of the restart, while WAITING."""
+    killed: bool = False
+    """True once it was killed because it did not stop."""
 
 
 class Supervisor:
@@ -131,12 +133,13 @@ class Supervisor:
         for role in live:
             role.process.send_signal(signal.SIGTERM)
         asked = self._clock()
-        while any(role.process.poll() is None for role in live):
-            now = self._clock()
+        while live := [role for role in live if role.process.poll() is None]:
             for role in live:
-                if role.process.poll() is None and (hurry() or now > asked + role.spec.grace_s):
-                    if not hurry():
-                        logger.warning("%s did not stop in %.0f s: killed", role.spec.name, role.spec.grace_s)
+                late = self._clock() > asked + role.spec.grace_s
+                if late and not role.killed:
+                    logger.warning("%s did not stop in %.0f s: killed", role.spec.name, role.spec.grace_s)
+                if (late or hurry()) and not role.killed:
+                    role.killed = True
                     signal_group(role.process, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         for role in roles:

@@ -113,6 +113,18 @@ def test_an_engine_that_was_restarted_counts_on() -> None:
     assert history.updates == 3 and history.tokens == 100
 
 
+def test_tokens_that_are_taken_back_are_no_restart() -> None:
+    history = History()
+    for record in (
+        status(0, updates=1, tokens=10, at_ms=0),
+        status(0, updates=1, tokens=100, at_ms=1000),
+        status(0, updates=1, tokens=95, at_ms=1100),
+        status(1, updates=2, tokens=110, at_ms=2000),
+    ):
+        history.add_engine(record)
+    assert history.updates == 1 and history.tokens == 100
+
+
 def test_percentiles_by_nearest_rank() -> None:
     assert percentile([], 50) is None
     assert percentile([3.0], 99) == 3.0
