@@ -1,4 +1,4 @@
-"""The figures of the demo: each task from its start to its target, in bounded time. Minutes each."""
+"""The demo learns: each task from its start to its target. Minutes each; the seconds are printed, not judged."""
 
 import json
 import subprocess
@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.learn, pytest.mark.timeout(900)]
-
-LIMIT_SECONDS = {"calculator": 300, "addition": 360}
-
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("task", ["calculator", "addition"])
@@ -38,5 +35,4 @@ def test_the_demo_learns(task: str, seed: int, tmp_path: Path) -> None:
     print(json.dumps(summary))
     assert summary["reward_start"] < 0.25
     assert summary["reward_end"] > 0.90
-    assert summary["seconds"] < LIMIT_SECONDS[task]
     assert 1 <= summary["lag_max"] <= 4
