@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.learn, pytest.mark.timeout(900)]
 
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("task", ["calculator", "addition"])
 def test_the_demo_learns(task: str, seed: int, tmp_path: Path) -> None:
