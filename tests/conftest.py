@@ -58,7 +58,7 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
         yield running
 
 
-@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(scope="session", params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
 def broker(request: pytest.FixtureRequest) -> Any:
     """Each kind in turn: an object with .kind, .bootstrap, .config (KafkaConfig) and .limits."""
     return request.getfixturevalue(f"{request.param}_broker")
