@@ -11,12 +11,14 @@ from ..schemas.errors import BrokerError
 from .broker.launcher import Broker
 from .interrupts import Interrupted, Interrupts
 from .options import print_json
-from .processes import tail
+from .processes import children_stopped, tail
+
+STOP_SECONDS = 10.0
 
 
 def serve(start: Callable[[], Broker], *, as_json: bool) -> None:
     """Start it, say where it is, and wait. BrokerError when it dies by itself."""
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, children_stopped(grace_s=STOP_SECONDS):
         running: Broker | None = None
         try:
             running = start()

@@ -5,7 +5,11 @@ So the clean-up itself is never interrupted, and a second Ctrl-C still has an ef
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +25,32 @@ class Interrupted(BaseException):
     def exit_status(self) -> int:
         """As shells report it."""
         return 128 + self.signum
+
+
+@dataclass(slots=True)
+class _Shield:
+    depth: int = 0
+    held: int | None = None
+    """The signal that came meanwhile."""
+
+
+_shield = _Shield()
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """What is inside happens whole: an interruption that comes meanwhile is raised at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _shield.depth += 1
+    try:
+        yield
+    finally:
+        _shield.depth -= 1
+        if _shield.depth == 0 and _shield.held is not None:
+            held, _shield.held = _shield.held, None
+            signal.raise_signal(held)
 
 
 class Interrupts:
@@ -40,6 +70,9 @@ class Interrupts:
         self._closing = True
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if _shield.depth:
+            _shield.held = signum
+            return
         self.count += 1
         if not self._closing:
             self._closing = True

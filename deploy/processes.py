@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..schemas.errors import ConfigError
+from .interrupts import shielded
 
 
 class PortTakenError(ConfigError):
@@ -25,6 +26,7 @@ class PortTakenError(ConfigError):
 
 
 _PR_SET_PDEATHSIG = 1
+_scopes: list[list[subprocess.Popen[bytes]]] = []
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -38,8 +40,8 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a process group of its own, output appended to `log`, `death_signal` when the parent dies."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        return subprocess.Popen(
+    with log.open("ab") as out, shielded():
+        process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -49,6 +51,23 @@ def spawn(
             process_group=0,
             preexec_fn=_die_with(os.getpid(), death_signal) if _LIBC is not None else None,
         )
+        for scope in _scopes[-1:]:
+            scope.append(process)
+    return process
+
+
+@contextlib.contextmanager
+def children_stopped(*, grace_s: float) -> Iterator[None]:
+    """At the end, stop what was spawned inside and still runs: an interruption may have come before anyone held it."""
+    scope: list[subprocess.Popen[bytes]] = []
+    _scopes.append(scope)
+    try:
+        yield
+    finally:
+        _scopes.remove(scope)
+        for process in scope:
+            if process.poll() is None:
+                stop(process, grace_s=grace_s)
 
 
 def _die_with(parent: int, sig: signal.Signals) -> Callable[[], None]:

@@ -16,11 +16,14 @@ from ..schemas.errors import HeadraceError
 from .follow import Follower
 from .history import History
 from .interrupts import Interrupted, Interrupts
+from .processes import children_stopped
 from .run_dir import locked
 from .screen import Screen
 from .stack import Plan, Stack
 
 POLL_SECONDS = 0.1
+LEFT_SECONDS = 10.0
+"""For processes that nobody got hold of before an interruption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ def run(
     with (
         Interrupts() as interrupts,
         locked(run_dir),
+        children_stopped(grace_s=LEFT_SECONDS),
         Screen(title, about, started=started, quiet=quiet) as screen,
     ):
         stack = Stack(plan, tick=screen.phase, hurry=interrupts.hurry)

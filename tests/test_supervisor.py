@@ -207,3 +207,31 @@ def test_interrupts_are_raised_once_and_then_hurry(here: Path, signals: list[sig
         wait_for((here / path).exists)
         process.send_signal(number)
     assert process.wait(20) == 128 + signals[0]
+
+
+def test_what_was_spawned_when_an_interruption_came_is_stopped(here: Path) -> None:
+    code = """
+    import os, signal, subprocess, sys
+    from pathlib import Path
+    from headrace.deploy import processes
+    from headrace.deploy.interrupts import Interrupted, Interrupts
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            signal.raise_signal(signal.SIGINT)
+            Path("pid").write_text(str(self.pid))
+    subprocess.Popen = Popen
+    try:
+        with Interrupts() as interrupts, processes.children_stopped(grace_s=5):
+            processes.spawn(["sleep", "60"], log=Path("log"))
+            print("not here")
+    except Interrupted as e:
+        try:
+            os.kill(int(Path("pid").read_text()), 0)
+        except ProcessLookupError:
+            sys.exit(e.exit_status)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
