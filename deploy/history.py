@@ -114,6 +114,11 @@ class History:
         return self.steps[-1].reward_ema if self.steps else None
 
     @property
+    def best_reward(self) -> float | None:
+        """The highest that the exponential mean has been, the first batch left out: one batch is no mean."""
+        return max((step.reward_ema for step in self.steps[1:]), default=None)
+
+    @property
     def tokens_per_second(self) -> float:
         """Sampled tokens a second between the first and the last engine status that told of new ones."""
         if self.tokens_from_ms is None or self.tokens_until_ms is None:

@@ -39,14 +39,9 @@ class Goal:
 
     def reached(self, history: History, *, seconds: float, trained: bool) -> str | None:
         """Why the run is over, or None."""
-        done = len(history.steps)
-        if (
-            self.reward is not None
-            and history.reward is not None
-            and done > 1
-            and history.reward >= self.reward
-        ):
-            return f"the reward reached {history.reward:.3f}"
+        best = history.best_reward
+        if self.reward is not None and best is not None and best >= self.reward:
+            return f"the reward reached {best:.3f}"
         if trained or (self.steps is not None and (history.version or 0) >= self.steps):
             return f"{history.version} steps are done"
         if self.seconds is not None and seconds > self.seconds:
@@ -57,8 +52,10 @@ class Goal:
         """Why a run that ended did not do what it was for, or None."""
         if not history.steps:
             return "no step was trained"
-        if self.reward is not None and not self.steps_suffice and (history.reward or 0.0) < self.reward:
-            return f"the reward came to {history.reward:.3f}, not to {self.reward}"
+        # Steps that were made while the run was being stopped may have taken the mean below the goal again.
+        best = history.best_reward or 0.0
+        if self.reward is not None and not self.steps_suffice and best < self.reward:
+            return f"the reward came to {best:.3f}, not to {self.reward}"
         return None
 
 

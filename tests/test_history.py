@@ -140,11 +140,15 @@ def test_a_run_is_done_by_reward_by_steps_or_by_time() -> None:
     history.add_weights(weights(2, 0.95))
     assert "reward reached" in (goal.reached(history, seconds=1, trained=False) or "")
     assert goal.missed(history) is None
+    history.add_weights(weights(3, 0.0))
+    assert (history.reward or 1.0) < 0.9
+    assert goal.missed(history) is None, "a step made while stopping takes nothing back"
 
 
 def test_a_run_that_ended_short_of_its_reward_says_so() -> None:
     history = History()
     assert Goal().missed(history) == "no step was trained"
+    history.add_weights(weights(4, 0.1))
     history.add_weights(weights(5, 0.1))
     assert "5 steps" in (Goal(steps=5).reached(history, seconds=0, trained=False) or "")
     assert Goal(reward=0.9, steps=5).missed(history) is None
