@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import VALUES, mutations
 from records import (
     ENGINE_FULL,
     EXAMPLES,
@@ -344,49 +345,6 @@ def test_headers_carry_versions_and_undecodable_ones_do_not_crash() -> None:
     }
     assert header([("schema", b"\xff")], "schema") == "\ufffd"
     assert header([], "schema") is None
-
-
-VALUES = [(TYPES[kind], TYPES[kind].encode(record)) for kind, record in EXAMPLES.values()]
-
-
-@st.composite
-def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Flips of bits, words overwritten, cuts, and pieces of other records spliced in."""
-    steps = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(("flip", "word", "cut", "drop", "splice", "double")),
-                st.integers(0, 2**16),
-                st.integers(0, 2**16),
-                st.sampled_from((0, 1, 9, 1000, 2**31 - 1, -1, -(2**31))) | st.integers(-(2**31), 2**31 - 1),
-            ),
-            min_size=1,
-            max_size=6,
-        )
-    )
-
-    def mutate(value: bytes) -> bytes:
-        for kind, a, b, word in steps:
-            if not value:
-                break
-            at, length = a % len(value), b % 64
-            if kind == "flip":
-                value = value[:at] + bytes([value[at] ^ (1 << b % 8)]) + value[at + 1 :]
-            elif kind == "word":
-                at -= at % 4
-                value = value[:at] + word.to_bytes(4, "little", signed=True) + value[at + 4 :]
-            elif kind == "cut":
-                value = value[:at]
-            elif kind == "drop":
-                value = value[:at] + value[at + length :]
-            elif kind == "double":
-                value = value[:at] + value[at : at + length] + value[at:]
-            else:
-                other = VALUES[b % len(VALUES)][1]
-                value = value[:at] + other[at % len(other) :]
-        return value
-
-    return mutate
 
 
 @settings(max_examples=800, deadline=None)
