@@ -233,7 +233,7 @@ def test_a_poisoned_engine_serves_nothing_until_it_has_an_anchor(engine):
     async def main():
         task = asyncio.create_task(engine.generate(ask(max_tokens=900)))
         await in_flight(engine)
-        await asyncio.to_thread(poison)
+        poison()
         with pytest.raises(EnginePoisonedError):
             await task
         with pytest.raises(EnginePoisonedError):
@@ -259,7 +259,7 @@ def test_closing_fails_what_is_in_flight_and_may_be_repeated(engine):
     async def main():
         task = asyncio.create_task(engine.generate(ask(max_tokens=900)))
         await in_flight(engine)
-        await asyncio.to_thread(engine.close)
+        engine.close()
         with pytest.raises(EngineError):
             await task
         with pytest.raises(EngineError):
