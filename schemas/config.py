@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .errors import ConfigError
 from .topics import checked_name
@@ -142,7 +150,9 @@ class StalenessConfig(Section):
     @model_validator(mode="after")
     def _admits_no_stale_ones(self) -> StalenessConfig:
         if self.admission_lag is not None and self.admission_lag > self.max_lag:
-            raise ValueError(f"admission_lag {self.admission_lag} is above max_lag {self.max_lag}: use at most max_lag")
+            raise ValueError(
+                f"admission_lag {self.admission_lag} is above max_lag {self.max_lag}: use at most max_lag"
+            )
         return self
 
     @property
