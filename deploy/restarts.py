@@ -14,10 +14,16 @@ WATCHDOG = 70
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRule:
-    """At most `limit` restarts within `window_s`, the n-th after `first_delay_s * 2**(n-1)`, capped."""
+    """At most `limit` restarts in a row, the n-th after `first_delay_s * 2**(n-1)`, capped.
+
+    A process that lived `lasting_s` starts a new row: how slowly a machine gets a role to its failure must not
+    matter. `window_limit` restarts within `window_s` are too many all the same.
+    """
 
     limit: int = 5
-    window_s: float = 120.0
+    lasting_s: float = 60.0
+    window_limit: int = 30
+    window_s: float = 3600.0
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
 
@@ -28,16 +34,21 @@ class RestartState:
 
     rule: RestartRule
     total: int = 0
+    _in_a_row: int = 0
     _recent: deque[float] = field(default_factory=deque)
 
-    def delay_after(self, status: int, *, now: float) -> float | None:
-        """Seconds to wait before the restart of a role that ended with `status`; None: give up."""
+    def delay_after(self, status: int, *, now: float, lived_s: float) -> float | None:
+        """Seconds to wait before the restart of a role that ended with `status` after `lived_s`; None: give up."""
+        if lived_s >= self.rule.lasting_s:
+            self._in_a_row = 0
         while self._recent and self._recent[0] <= now - self.rule.window_s:
             self._recent.popleft()
-        if status in (CONFIG, FENCED) or len(self._recent) >= self.rule.limit:
+        spent = self._in_a_row >= self.rule.limit or len(self._recent) >= self.rule.window_limit
+        if status in (CONFIG, FENCED) or spent:
             return None
+        self._in_a_row += 1
         self._recent.append(now)
         self.total += 1
         if status == WATCHDOG:
             return 0.0
-        return min(self.rule.max_delay_s, self.rule.first_delay_s * 2 ** (len(self._recent) - 1))
+        return min(self.rule.max_delay_s, self.rule.first_delay_s * 2 ** (self._in_a_row - 1))

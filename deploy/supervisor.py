@@ -63,6 +63,8 @@ class Role:
     spec: RoleSpec
     restarts: RestartState
     process: subprocess.Popen[bytes]
+    started: float
+    """Monotonic seconds of the current process."""
     state: RoleState = RoleState.RUNNING
     due: float = field(default=0.0)
     """Monotonic seconds of the restart, while WAITING."""
@@ -88,7 +90,7 @@ class Supervisor:
 
     def start(self, spec: RoleSpec) -> None:
         """Start a role."""
-        self._roles[spec.name] = Role(spec, RestartState(self._rule), _spawn(spec))
+        self._roles[spec.name] = Role(spec, RestartState(self._rule), _spawn(spec), self._clock())
 
     def finished(self, name: str) -> bool:
         """True once a role that may end has ended well."""
@@ -99,7 +101,7 @@ class Supervisor:
         now = self._clock()
         for role in self._roles.values():
             if role.state is RoleState.WAITING and now >= role.due:
-                role.process = _spawn(role.spec)
+                role.process, role.started = _spawn(role.spec), now
                 role.state = RoleState.RUNNING
             elif role.state is RoleState.RUNNING and (status := role.process.poll()) is not None:
                 self._ended(role, status, now)
@@ -109,17 +111,18 @@ class Supervisor:
         if status == OK and role.spec.finishes:
             role.state = RoleState.FINISHED
             return
-        delay = role.restarts.delay_after(status, now=now)
+        delay = role.restarts.delay_after(status, now=now, lived_s=now - role.started)
         if delay is None:
             role.state = RoleState.FAILED
             raise RoleFailedError(_explain(role, status))
         logger.warning(
-            "%s ended (%s); restart %d in %.1f s, log=%s",
+            "%s ended (%s); restart %d in %.1f s, log=%s, its last line: %s",
             role.spec.name,
             describe_status(status),
             role.restarts.total,
             delay,
             role.spec.log,
+            _last_line(role.spec.log),
         )
         role.state, role.due = RoleState.WAITING, now + delay
 
@@ -152,6 +155,11 @@ class Supervisor:
 
 def _spawn(spec: RoleSpec) -> subprocess.Popen[bytes]:
     return spawn(spec.argv, log=spec.log, env=spec.env)
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a log that is not blank."""
+    return next((line.strip() for line in reversed(tail(log).splitlines()) if line.strip()), "")
 
 
 def describe_status(status: int) -> str:

@@ -151,18 +151,42 @@ def test_a_role_that_must_not_finish_is_restarted_after_status_0(here: Path) -> 
     supervisor.stop()
 
 
-def test_restarts_back_off_within_a_window() -> None:
-    state = RestartState(RestartRule(limit=3, window_s=100, first_delay_s=1, max_delay_s=3))
-    assert [state.delay_after(1, now=t) for t in (0, 1, 2)] == [1, 2, 3]
-    assert state.delay_after(1, now=3) is None
-    assert state.delay_after(1, now=101.5) == 2
-    assert state.total == 4
+def test_restarts_in_a_row_back_off_and_end_however_far_apart_they_are() -> None:
+    state = RestartState(RestartRule(limit=3, first_delay_s=1, max_delay_s=3, lasting_s=60))
+    assert [state.delay_after(1, now=t, lived_s=50) for t in (0, 59, 118)] == [1, 2, 3]
+    assert state.delay_after(1, now=177, lived_s=50) is None
+    assert state.total == 3
+
+
+def test_a_process_that_lived_long_starts_a_new_row() -> None:
+    state = RestartState(RestartRule(limit=2, first_delay_s=1, lasting_s=60))
+    assert [state.delay_after(1, now=t, lived_s=1) for t in (0, 2)] == [1, 2]
+    assert state.delay_after(1, now=70, lived_s=60) == 1
+    assert state.total == 3
+
+
+def test_long_lives_are_not_restarted_for_ever() -> None:
+    state = RestartState(RestartRule(window_limit=2, window_s=1000))
+    assert [state.delay_after(1, now=t, lived_s=90) for t in (0, 100)] == [0.5, 0.5]
+    assert state.delay_after(1, now=200, lived_s=90) is None
+    assert state.delay_after(1, now=1001, lived_s=90) == 0.5
 
 
 def test_a_watchdog_exit_is_restarted_at_once_and_counted() -> None:
     state = RestartState(RestartRule(limit=2))
-    assert state.delay_after(WATCHDOG, now=0) == 0.0
-    assert state.total == 1
+    assert [state.delay_after(WATCHDOG, now=t, lived_s=20) for t in (0, 20)] == [0.0, 0.0]
+    assert state.delay_after(WATCHDOG, now=40, lived_s=20) is None
+    assert state.total == 2
+
+
+def test_a_restart_is_announced_with_the_last_line_of_the_log(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = Supervisor(rule=QUICK)
+    supervisor.start(role(here, "doomed", "import sys; print('first'); print('the reason\\n'); sys.exit(9)"))
+    run_until(supervisor, lambda: supervisor.roles[0].restarts.total >= 1)
+    supervisor.stop()
+    assert "its last line: the reason" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
