@@ -36,10 +36,10 @@ def demo(
     if preset is None:
         raise ConfigError(f"--task {task!r}: the demo knows {' and '.join(PRESETS)}")
     run_dir = (run_dir or Path("runs") / f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    config = _config(preset, seed, steps, run_dir, bootstrap, kafka_home, overrides)
     with locked(run_dir):
         clear(run_dir, marker=MARKER)
         (run_dir / MARKER).touch()
-    config = _config(preset, seed, steps, run_dir, bootstrap, kafka_home, overrides)
     plan = Plan(
         config=config,
         tasks=list(preset.tasks()),

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from ..schemas.errors import ConfigError
 
@@ -32,11 +33,13 @@ OURS = (
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir`; ConfigError while another process does. The lock goes with the process, however it ends."""
+    """Hold `run_dir`; ConfigError while another process does, or where there can be no such folder.
+
+    The lock goes with the process, however it ends.
+    """
     import fcntl
 
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a+") as lock:
+    with _open_lock(run_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -49,6 +52,17 @@ def locked(run_dir: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def _open_lock(run_dir: Path) -> TextIO:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return (run_dir / LOCK).open("a+")
+    except OSError as e:
+        raise ConfigError(
+            f"the run's folder {run_dir} cannot be made and written to ({e.strerror}); "
+            "choose another with --run-dir (or run.dir)"
+        ) from None
 
 
 def clear(run_dir: Path, *, marker: str) -> None:

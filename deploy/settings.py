@@ -88,7 +88,8 @@ def require_reachable(config: Config) -> None:
         if port.isdigit() and accepts(host, int(port)):
             return
     raise BrokerUnreachableError(
-        f"no Kafka broker answers at {config.kafka.bootstrap}: is the run still going?"
+        f"no Kafka broker answers at {config.kafka.bootstrap}: is the run, or the broker, still going? "
+        "Look at another run with --run-dir, or at another broker with --set kafka.bootstrap=host:port"
         if config.kafka.bootstrap
         else "kafka.bootstrap is not set: give host:port with --set kafka.bootstrap=..."
     )

@@ -65,6 +65,18 @@ class KafkaConfig(Section):
     static_members: bool = False
     """Give every consumer a static group id: the embedded broker does not expire dead members."""
 
+    @field_validator("bootstrap")
+    @classmethod
+    def _addresses(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        addresses = [address.strip() for address in value.split(",")]
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(f"{address!r} is no address: write host:port[,host:port]")
+        return ",".join(addresses)
+
 
 class StoreConfig(Section):
     uri: str | None = None

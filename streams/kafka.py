@@ -54,7 +54,10 @@ def _connect(make: Callable[..., Any], config: KafkaConfig, **settings: Any) -> 
     try:
         return make(**{**client_settings(config), **settings})
     except (KafkaTimeoutError, KafkaConnectionError) as e:
-        raise BrokerUnreachableError(f"no Kafka broker answers at {config.bootstrap}: {e}") from None
+        raise BrokerUnreachableError(
+            f"no Kafka broker answers at {config.bootstrap} ({e}): is the broker running? Its address is "
+            "kafka.bootstrap (--bootstrap); without one, `headrace up` and `headrace demo` start a local broker"
+        ) from None
 
 
 def make_producer(config: KafkaConfig, *, client_id: str, **settings: Any) -> KafkaProducer:

@@ -47,6 +47,10 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ("[engine]\nport = 70000\n", r"engine\.port = 70000: .*65535"),
         ("[run]\nnamespace = 'a b'\n", r"run\.namespace is 'a b': use 1 to 80 letters"),
         ("[engine]\nkind = 'vllm2'\n", r"engine\.kind = 'vllm2': .*transformers"),
+        ("[kafka]\nbootstrap = 'h:1,h:x'\n", r"kafka\.bootstrap = .*'h:x' is no address: write host:port\["),
+        ("[kafka]\nbootstrap = 'nonsense'\n", r"'nonsense' is no address"),
+        ("[kafka]\nbootstrap = 'h:70000'\n", r"'h:70000' is no address"),
+        ("[kafka]\nbootstrap = ''\n", r"'' is no address"),
         ("trainer = 3\n", r"trainer = 3: "),
         ("[trainer\n", r"not valid TOML"),
     ],
@@ -56,6 +60,10 @@ def test_an_error_names_the_file_the_key_and_the_fix(tmp_path: Path, text: str, 
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(path)
     assert str(path) in str(caught.value)
+
+
+def test_several_bootstrap_addresses_may_have_spaces_between_them() -> None:
+    assert load_config(overrides={"kafka.bootstrap": "a:1, [::1]:2"}).kafka.bootstrap == "a:1,[::1]:2"
 
 
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:

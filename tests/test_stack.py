@@ -39,6 +39,14 @@ with locked(Path({str(tmp_path)!r})): pass
         pass
 
 
+@pytest.mark.parametrize("below", ["file/run", "file"])
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / below
+    with pytest.raises(ConfigError, match=rf"{path} cannot be made .*--run-dir"), locked(path):
+        pass
+
+
 def test_only_what_an_earlier_demo_left_is_cleared(tmp_path: Path) -> None:
     clear(tmp_path, marker="demo")
     for name in ("demo", "config.json"):
