@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import BootstrapOption, ConfigOption, JsonOption, KafkaHomeOption, SetOption, print_json
-from .settings import load, parse_sets
+from .settings import FLAGS, load, parse_sets
 
 PANEL = "Run"
 
@@ -116,6 +116,6 @@ def broker(
     from .broker_foreground import serve
 
     home = str(kafka_home.resolve()) if kafka_home is not None else None
-    config = load_config(overrides={"kafka.broker": kind, "kafka.kafka_home": home})
+    config = load_config(overrides={"kafka.broker": kind, "kafka.kafka_home": home}, flags=FLAGS)
     chosen, found = choose_kind(config.kafka)
     serve(lambda: start_broker(chosen, data_dir, found, port=port), as_json=as_json)

@@ -12,6 +12,7 @@ from ..schemas.errors import ConfigError
 from .presets import PRESETS, Preset
 from .run_dir import clear, locked
 from .running import Goal, run
+from .settings import FLAGS
 from .stack import Plan, python
 
 MARKER = "demo"
@@ -77,4 +78,5 @@ def _config(
     if bootstrap is not None:
         # Somebody else's broker may hold earlier demos.
         settings["run.namespace"] = f"demo-{uuid.uuid4().hex[:8]}"
-    return load_config(overrides={**settings, **overrides})
+    flags = {key: name for key, name in FLAGS.items() if key not in overrides}
+    return load_config(overrides={**settings, **overrides}, flags=flags)

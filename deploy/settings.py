@@ -17,6 +17,15 @@ DEFAULT_FILE = Path("headrace.toml")
 RUN_FILE = "config.json"
 """In a run's folder: the whole configuration as its processes got it, the broker's address included."""
 RUNS = Path("runs")
+FLAGS = {
+    "run.dir": "--run-dir",
+    "run.seed": "--seed",
+    "trainer.steps": "--steps",
+    "kafka.bootstrap": "--bootstrap",
+    "kafka.broker": "--kind",
+    "kafka.kafka_home": "--kafka-home",
+}
+"""Keys that commands have an option of their own for."""
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, Any]:
@@ -36,12 +45,17 @@ def parse_sets(sets: Sequence[str]) -> dict[str, Any]:
 def load(
     path: Path | None, sets: Sequence[str] = (), *, overrides: Mapping[str, Any] | None = None
 ) -> Config:
-    """The configuration in `path` (or ./headrace.toml where there is one), environment, then flags over it."""
+    """The configuration in `path` (or ./headrace.toml where there is one), environment, then flags over it.
+
+    `overrides` come from options of their own and win over `sets`; None is an option that was not given.
+    """
     from ..schemas.config import load_config
 
     if path is None and DEFAULT_FILE.exists():
         path = DEFAULT_FILE
-    return load_config(path, env=os.environ, overrides={**parse_sets(sets), **(overrides or {})})
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    flags = {key: FLAGS[key] for key in given if key in FLAGS}
+    return load_config(path, env=os.environ, overrides={**parse_sets(sets), **given}, flags=flags)
 
 
 def load_running(path: Path | None, run_dir: Path | None, sets: Sequence[str] = ()) -> Config:

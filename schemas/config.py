@@ -240,27 +240,34 @@ def load_config(
     *,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration from `path` (TOML, or JSON by suffix), `env` over it, `overrides` over those.
 
     `overrides` maps dotted keys ("trainer.lr") to values; None values are left out. Paths come out absolute:
-    those in the file start at its folder, others at the working directory. Raises ConfigError.
+    those in the file start at its folder, others at the working directory. Raises ConfigError, which says where a
+    bad value came from; `flags` names the option of an override that was not given with --set.
     """
     tree = _read(path) if path is not None else {}
     if path is not None:
         _anchor(tree, Config, path.absolute().parent)
+    sources: dict[str, str] = {}
     for name, value in (env or {}).items():
         if name.startswith(ENV_PREFIX) and "__" in name:
-            _put(tree, name[len(ENV_PREFIX) :].lower().replace("__", "."), _parse(value))
+            key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+            sources[key] = name
+            _put(tree, key, _parse(value), source=name)
     for key, value in (overrides or {}).items():
         if value is not None:
-            _put(tree, key, value)
+            sources[key] = (flags or {}).get(key, f"--set {key}")
+            _put(tree, key, value, source=sources[key])
     _anchor(tree, Config, Path.cwd())
     try:
         return Config.model_validate(tree)
     except ValidationError as e:
-        where = f"{path}: " if path is not None else ""
-        raise ConfigError("\n".join(where + _explain(item) for item in e.errors())) from None
+        raise ConfigError(
+            "\n".join(_source(item, sources, path) + _explain(item) for item in e.errors())
+        ) from None
 
 
 def dump_config(config: Config, path: Path) -> None:
@@ -296,12 +303,14 @@ def _anchor(tree: dict[str, Any], model: type[BaseModel], folder: Path) -> None:
             tree[name] = str(folder / Path(value).expanduser())
 
 
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def _put(tree: dict[str, Any], dotted: str, value: Any, *, source: str) -> None:
     *parents, leaf = dotted.split(".")
     for depth, parent in enumerate(parents, 1):
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} is a value here, not a section")
+            raise ConfigError(
+                f"{source}: there is no {dotted}: {'.'.join(parents[:depth])} is a value here, not a section"
+            )
         tree = child
     tree[leaf] = value
 
@@ -311,6 +320,15 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _source(error: Any, sources: Mapping[str, str], path: Path | None) -> str:
+    """What the user wrote the value of `error` with, as the beginning of a message."""
+    at = ".".join(str(part) for part in error["loc"]) + "."
+    names = [name for key, name in sources.items() if at.startswith(f"{key}.") or f"{key}.".startswith(at)]
+    if names:
+        return f"{', '.join(names)}: "
+    return f"{path}: " if path is not None else ""
 
 
 def _explain(error: Any) -> str:

@@ -66,6 +66,42 @@ def test_several_bootstrap_addresses_may_have_spaces_between_them() -> None:
     assert load_config(overrides={"kafka.bootstrap": "a:1, [::1]:2"}).kafka.bootstrap == "a:1,[::1]:2"
 
 
+@pytest.mark.parametrize(
+    ("env", "overrides", "message"),
+    [
+        (
+            {},
+            {"trainer.lrr": 1},
+            r"^--set trainer\.lrr: unknown key trainer\.lrr; did you mean trainer\.lr\?$",
+        ),
+        ({}, {"trainer": {"lrr": 1}}, r"^--set trainer: unknown key"),
+        ({}, {"trainr.lr": 1}, r"^--set trainr\.lr: unknown key trainr;"),
+        ({}, {"staleness.admission_lag": 9}, r"^--set staleness\.admission_lag: staleness = .*above max_lag"),
+        ({}, {"kafka.bootstrap": "x"}, r"^--bootstrap: kafka\.bootstrap = 'x': .*write host:port"),
+        ({"HEADRACE_TRAINER__LRR": "1"}, {}, r"^HEADRACE_TRAINER__LRR: unknown key trainer\.lrr"),
+        ({"HEADRACE_TRAINER__LR": "0"}, {"trainer.lr": -1}, r"^--set trainer\.lr: trainer\.lr = -1"),
+        ({"HEADRACE_RUN__SEED__X": "1"}, {}, r"^HEADRACE_RUN__SEED__X: .*run\.seed is a value here"),
+    ],
+)
+def test_an_error_names_the_flag_or_variable_that_it_came_from(
+    tmp_path: Path, env: dict[str, str], overrides: dict[str, object], message: str
+) -> None:
+    path = toml(tmp_path, "[run]\nseed = 1\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, env=env, overrides=overrides, flags={"kafka.bootstrap": "--bootstrap"})
+
+
+def test_an_error_in_the_file_names_the_file_beside_a_flag(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[trainer]\nlrr = 1\n")
+    with pytest.raises(ConfigError, match=rf"^{path}: unknown key trainer\.lrr"):
+        load_config(path, overrides={"trainer.lr": 1.0})
+
+
+def test_an_option_that_was_not_given_leaves_its_set_alone(tmp_path: Path) -> None:
+    config = load(toml(tmp_path, ""), ["trainer.steps=5"], overrides={"trainer.steps": None, "run.seed": 3})
+    assert (config.trainer.steps, config.run.seed) == (5, 3)
+
+
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist; `headrace init`"):
         load_config(tmp_path / "none.toml")
