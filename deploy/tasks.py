@@ -19,6 +19,7 @@ from ..schemas.trajectory import Split
 
 FIELDS = (
     "id",
+    "task_id",
     "prompt",
     "messages",
     "environment",
@@ -33,33 +34,46 @@ FIELDS = (
 
 def read_tasks(path: Path, *, policy_id: str) -> list[Task]:
     """The tasks in `path`, in its order; blank lines are left out. ConfigError for the first line that is none."""
+    return list(numbered_tasks(path, policy_id=policy_id).values())
+
+
+def numbered_tasks(path: Path, *, policy_id: str) -> dict[int, Task]:
+    """As `read_tasks`, by line number."""
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         raise ConfigError(
             f"the task file {path} does not exist; `headrace init` writes one to start from"
         ) from None
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
         raise ConfigError(f"the task file {path} cannot be read: {e}") from None
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(text.split("\n"), 1):
+    tasks: dict[int, Task] = {}
+    taken: set[str] = set()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path} line {number}"
-        task = _task(_object(line, where), where, number, policy_id)
-        if task.task_id in tasks:
+        row = _object(line, where)
+        task = _task(row, where, number, policy_id)
+        if task.task_id in taken:
             raise ConfigError(
-                f'{where}, field "id": {task.task_id!r} is taken by an earlier line; use another'
+                f'{where}, field "{_id_field(row)}": {task.task_id!r} is taken by an earlier line; use another'
             )
-        tasks[task.task_id] = task
+        taken.add(task.task_id)
+        tasks[number] = task
     if not any(task.split is Split.TRAIN for task in tasks.values()):
         raise ConfigError(f'{path} has no task to train on: add lines with "messages" or "prompt"')
-    return list(tasks.values())
+    return tasks
 
 
-def _object(line: str, where: str) -> Mapping[str, Any]:
+def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as e:
+        raise ConfigError(
+            f"{where} is not UTF-8: byte {line[e.start]:#04x} at position {e.start + 1} of the line ({e.reason}); "
+            "save the file as UTF-8"
+        ) from None
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{where} is not JSON ({e}): write one JSON object a line") from None
     if not isinstance(value, dict):
@@ -81,15 +95,19 @@ def _task(row: Mapping[str, Any], where: str, number: int, policy_id: str) -> Ta
 
     if (row.get("prompt") is None) == (row.get("messages") is None):
         raise ConfigError(f'{where}: write exactly one of "messages" (chat) and "prompt" (raw text)')
-    identity = field("id", lambda v: isinstance(v, str | int) and str(v) != "", "a text or a number")
+    if row.get("id") is not None and row.get("task_id") is not None:
+        raise ConfigError(f'{where}: "id" and "task_id" are the same field; write one of them')
+    identity = field(
+        _id_field(row), lambda v: isinstance(v, str | int) and str(v) != "", "a text or a number"
+    )
     split = field("split", lambda v: v in tuple(Split), '"train" or "eval"')
     return Task(
         task_id=str(identity) if identity is not None else f"line-{number}",
         policy_id=policy_id,
         split=Split(split) if split is not None else Split.TRAIN,
         prompt=field("prompt", lambda v: isinstance(v, str) and v != "", "a text that is not empty"),
-        messages=_json(
-            field("messages", _are_messages, 'a list of {"role": ..., "content": ...}, not empty')
+        messages=_messages(
+            field("messages", _is_list, 'a list of {"role": ..., "content": ...}, not empty'), where
         ),
         environment=field("environment", lambda v: isinstance(v, str), "a built-in name or module:attr"),
         environment_args=_json(field("environment_args", lambda v: isinstance(v, dict), "an object")),
@@ -102,12 +120,32 @@ def _task(row: Mapping[str, Any], where: str, number: int, policy_id: str) -> Ta
     )
 
 
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
-    )
+def _id_field(row: Mapping[str, Any]) -> str:
+    return "task_id" if row.get("task_id") is not None else "id"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _messages(value: list[Any] | None, where: str) -> str | None:
+    for number, message in enumerate(value or (), 1):
+        which = f'{where}, field "messages", message {number}'
+        if not isinstance(message, dict):
+            raise ConfigError(
+                f'{which}: {json.dumps(message)[:80]} should be {{"role": ..., "content": ...}}'
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                near = difflib.get_close_matches(key, message, n=1, cutoff=0.5)
+                has = ", ".join(json.dumps(k) for k in message) or "nothing"
+                hint = f'is "{near[0]}" meant to be "{key}"?' if near else f"it has {has[:80]}"
+                raise ConfigError(f'{which} has no "{key}": {hint}')
+        if not isinstance(message["role"], str):
+            raise ConfigError(
+                f'{which}: "role" is {json.dumps(message["role"])[:80]}; it should be a text, such as "user"'
+            )
+    return _json(value)
 
 
 def _is_reward(value: Any) -> bool:

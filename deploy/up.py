@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..producers.environments.base import load_environment
+from ..producers.environments.base import check_args, environment_args, load_environment
 from ..schemas.config import Config
 from ..schemas.errors import ConfigError
 from ..schemas.task import Task
 from ..streams.rewards.load import load_reward
 from .model_dir import check_model_dir
 from .processes import require_free_port
+from .run_dir import check_same_run
 from .running import Goal, run
 from .stack import Plan
-from .tasks import read_tasks
+from .tasks import numbered_tasks
 
 
 def up(config: Config, *, plugin_path: Sequence[Path], quiet: bool) -> dict[str, Any]:
@@ -33,13 +35,46 @@ def check(config: Config, plugin_path: Sequence[Path]) -> list[Task]:
     """The tasks; ConfigError for the first thing that would stop a role later."""
     if config.rollout.tasks is None:
         raise ConfigError("rollout.tasks is not set: give a JSON Lines file; `headrace init` writes one")
-    tasks = read_tasks(config.rollout.tasks, policy_id=config.policy.id)
+    lines = numbered_tasks(config.rollout.tasks, policy_id=config.policy.id)
+    tasks = list(lines.values())
     check_model_dir(config.policy.model, chat=any(task.messages is not None for task in tasks))
     sys.path += [str(p) for p in plugin_path if str(p) not in sys.path]
     load_reward(config.verify.reward, config.verify.reward_args)
     load_environment(config.rollout.environment)
+    _check_plugins(config, lines)
+    check_same_run(config.run.dir, config)
     _check_ports(config)
     return tasks
+
+
+def _check_plugins(config: Config, lines: Mapping[int, Task]) -> None:
+    """Load each distinct reward and environment that tasks name. ConfigError says in which line it is first."""
+    seen: set[tuple[str, ...]] = set()
+    for number, task in lines.items():
+        where = f"{config.rollout.tasks} line {number}"
+        if task.reward_spec is not None and ("reward", task.reward_spec) not in seen:
+            seen.add(("reward", task.reward_spec))
+            spec = json.loads(task.reward_spec)
+            try:
+                load_reward(spec["name"], spec.get("args"))
+            except ConfigError as e:
+                raise ConfigError(f'{where}, field "reward": {e}') from e
+        key = ("environment", task.environment or "", task.environment_args or "")
+        if key not in seen:
+            seen.add(key)
+            _check_environment(config, task, where)
+
+
+def _check_environment(config: Config, task: Task, where: str) -> None:
+    name = task.environment or config.rollout.environment
+    field = "environment" if task.environment is not None else "environment_args"
+    own = task.environment is not None or task.environment_args is not None
+    try:
+        check_args(name, load_environment(name), environment_args(task, config.rollout.environment_args))
+    except ConfigError as e:
+        raise ConfigError(
+            f'{where}, field "{field}": {e}' if own else f"rollout.environment_args: {e}"
+        ) from e
 
 
 def _check_ports(config: Config) -> None:

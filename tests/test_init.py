@@ -13,7 +13,7 @@ from headrace.deploy.init import TEMPLATES, write_templates
 from headrace.deploy.model_dir import check_model_dir
 from headrace.deploy.tasks import read_tasks
 from headrace.deploy.up import check
-from headrace.schemas.config import load_config
+from headrace.schemas.config import dump_config, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.task import check_task
 from headrace.schemas.trajectory import Split
@@ -57,6 +57,16 @@ def test_the_whole_example_passes_the_checks_of_up(tmp_path: Path, monkeypatch: 
         check_task(task)
 
 
+def test_up_leaves_the_folder_of_another_run_alone(tmp_path: Path) -> None:
+    write_templates(tmp_path)
+    model_dir(tmp_path)
+    config = load_config(tmp_path / "headrace.toml", overrides={"policy.id": "mine"})
+    config.run.dir.mkdir(parents=True)
+    dump_config(config, config.run.dir / "config.json")
+    with pytest.raises(ConfigError, match=r"holds another run: policy\.id is mine there"):
+        check(load_config(tmp_path / "headrace.toml"), [tmp_path])
+
+
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("mine")
     with pytest.raises(ConfigError, match=r"reward\.py exists and is left as it is"):
@@ -80,6 +90,19 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
         ('{"prompt": "x", "group_size": true}', r'line 2, field "group_size"'),
         ('{"prompt": "x", "reward": {"nam": "y"}}', r'line 2, field "reward"'),
         ('{"prompt": "x", "id": "first"}', r'line 2, field "id": \'first\' is taken'),
+        ('{"prompt": "x", "task_id": "first"}', r'line 2, field "task_id": \'first\' is taken'),
+        ('{"prompt": "x", "task_id": "a", "id": "a"}', r'line 2: "id" and "task_id" are the same field'),
+        ('{"prompt": "x", "task_id": []}', r'line 2, field "task_id": \[\] should be a text or a number'),
+        (
+            '{"messages": [{"role": "user"}]}',
+            r'line 2, field "messages", message 1 has no "content": it has "role"',
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"rol": "user", "content": "x"}]}',
+            r'line 2, field "messages", message 2 has no "role": is "rol" meant to be "role"\?',
+        ),
+        ('{"messages": [{"role": 1, "content": "x"}]}', r'line 2, field "messages", message 1: "role" is 1'),
+        ('{"messages": ["hi"]}', r'line 2, field "messages", message 1: "hi" should be'),
     ],
 )
 def test_a_task_error_names_file_line_and_field(tmp_path: Path, line: str, message: str) -> None:
@@ -88,6 +111,19 @@ def test_a_task_error_names_file_line_and_field(tmp_path: Path, line: str, messa
     with pytest.raises(ConfigError, match=message) as caught:
         read_tasks(path, policy_id="p")
     assert str(path) in str(caught.value)
+
+
+def test_a_byte_that_is_not_utf8_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"prompt": "\xc3\xbc"}\r\n\n{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl line 3 is not UTF-8: byte 0xff at position 13"):
+        read_tasks(path, policy_id="p")
+
+
+def test_a_task_is_named_by_id_or_task_id(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n{"task_id": 7, "prompt": "x"}\n')
+    assert [t.task_id for t in read_tasks(path, policy_id="p")] == ["a", "7"]
 
 
 def test_a_task_file_without_training_tasks_is_refused(tmp_path: Path) -> None:
@@ -169,3 +205,39 @@ def test_up_says_which_plug_in_cannot_be_loaded(tmp_path: Path, key: str, value:
     model_dir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         check(load_config(tmp_path / "headrace.toml", overrides={key: value}), [tmp_path])
+
+
+ENVIRONMENT = "class E:\n    def __init__(self, size: int) -> None:\n        pass\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": "exact_mach"}, r'line 2, field "reward": reward \'exact_mach\' is neither built in'),
+        ({"reward": "nowhere:f"}, r'line 2, field "reward": .*tried to import'),
+        ({"environment": "calculater"}, r'line 2, field "environment": .*neither built in'),
+        ({"environment": "sized_env:F"}, r'line 2, field "environment": .*has no \'F\''),
+        ({"environment": "sized_env:E"}, r"line 2, .*missing a required argument: 'size' \(it takes: size\)"),
+        (
+            {"environment": "sized_env:E", "environment_args": {"sise": 1}},
+            r"line 2, field \"environment\": environment 'sized_env:E': .*\(it takes: size\)",
+        ),
+        (
+            {"environment_args": {"a": 1}},
+            r'line 2, field "environment_args": .*unexpected keyword argument \'a\'',
+        ),
+    ],
+)
+def test_up_says_which_plug_in_of_a_task_cannot_be_used(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    write_templates(tmp_path)
+    model_dir(tmp_path)
+    (tmp_path / "sized_env.py").write_text(ENVIRONMENT)
+    good = {"prompt": "x", "environment": "sized_env:E", "environment_args": {"size": 1}}
+    (tmp_path / "tasks.jsonl").write_text(
+        json.dumps(good) + "\n" + json.dumps({"prompt": "x", **fields}) + "\n"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(load_config(tmp_path / "headrace.toml"), [tmp_path])
+    assert str(tmp_path / "tasks.jsonl") in str(caught.value)

@@ -88,6 +88,19 @@ def load_environment(name: str) -> Factory:
     return found
 
 
+def check_args(name: str, factory: Factory, args: Mapping[str, Any]) -> None:
+    """ConfigError where `factory`, found as `name`, does not take `args`; it is not called."""
+    try:
+        signature = inspect.signature(factory)
+    except (ValueError, TypeError):  # some callables written in C say nothing about what they take
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as e:
+        takes = ", ".join(signature.parameters) or "no arguments"
+        raise ConfigError(f"environment {name!r}: {e} (it takes: {takes})") from None
+
+
 def environment_args(task: Task, configured: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for a task's environment: the task's own over the configured ones.
 
