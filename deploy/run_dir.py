@@ -8,17 +8,20 @@ model/        version 0 of the demo                                 summary.json
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from ..schemas.config import Config
 from ..schemas.errors import ConfigError
+from .settings import RUN_FILE
 
 LOCK = "lock"
 OURS = (
-    "config.json",
+    RUN_FILE,
     "logs",
     "broker",
     "blobs",
@@ -63,6 +66,32 @@ def _open_lock(run_dir: Path) -> TextIO:
             f"the run's folder {run_dir} cannot be made and written to ({e.strerror}); "
             "choose another with --run-dir (or run.dir)"
         ) from None
+
+
+def check_same_run(run_dir: Path, config: Config) -> None:
+    """ConfigError where `run_dir` holds the run of another namespace, policy or model than `config` is for.
+
+    Other settings may differ: a run may go on with them.
+    """
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        return
+    other = "use another folder with --run-dir (or run.dir)"
+    try:
+        before = Config.model_validate(json.loads(path.read_text()))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}, of an earlier run, cannot be read; {other}, or remove it: {e}") from None
+    for key, old, new in (
+        ("run.namespace", before.run.namespace, config.run.namespace),
+        ("policy.id", before.policy.id, config.policy.id),
+        ("policy.model", _resolved(before.policy.model), _resolved(config.policy.model)),
+    ):
+        if old != new:
+            raise ConfigError(f"{run_dir} holds another run: {key} is {old} there and {new} now; {other}")
+
+
+def _resolved(path: Path | None) -> Path | None:
+    return path.resolve() if path is not None else None
 
 
 def clear(run_dir: Path, *, marker: str) -> None:

@@ -13,9 +13,9 @@ from kafka import TopicPartition
 
 from headrace.deploy.broker.launcher import Broker
 from headrace.deploy.presets import PRESETS
-from headrace.deploy.run_dir import clear, locked
+from headrace.deploy.run_dir import check_same_run, clear, locked
 from headrace.deploy.stack import Plan, Stack, _retention, role_environment
-from headrace.schemas.config import Config, RunConfig, load_config
+from headrace.schemas.config import Config, RunConfig, dump_config, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.task import TASK, Task, check_task
 from headrace.schemas.topics import SCORES, TASKS, Topics
@@ -61,6 +61,29 @@ def test_only_what_an_earlier_demo_left_is_cleared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds thesis\.tex"):
         clear(tmp_path, marker="demo")
     assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("run.namespace", "other", r"run\.namespace is headrace there and other now"),
+        ("policy.id", "other", r"policy\.id is policy there and other now"),
+        ("policy.model", "/m/other", r"policy\.model is /m/one there and /m/other now"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, key: str, value: str, message: str) -> None:
+    settings: dict[str, object] = {"policy.model": "/m/one"}
+    check_same_run(tmp_path, load_config(overrides=settings))
+    dump_config(load_config(overrides=settings), tmp_path / "config.json")
+    check_same_run(tmp_path, load_config(overrides={**settings, "trainer.lr": 1.0, "trainer.steps": 9}))
+    with pytest.raises(ConfigError, match=message + r"; use another folder with --run-dir"):
+        check_same_run(tmp_path, load_config(overrides={**settings, key: value}))
+
+
+def test_a_folder_whose_run_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"run":')
+    with pytest.raises(ConfigError, match=r"config\.json, of an earlier run, cannot be read"):
+        check_same_run(tmp_path, Config())
 
 
 def test_a_run_of_another_kind_is_not_cleared(tmp_path: Path) -> None:
