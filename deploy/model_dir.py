@@ -40,7 +40,25 @@ def check_model_dir(directory: Path | None, *, chat: bool) -> Path:
     missing = missing_parts(directory, chat=chat)
     if missing:
         raise ConfigError(f"the model directory {directory} lacks " + "; and ".join(missing))
+    for path in sorted(directory.glob("*.safetensors")):
+        _check_weights(path)
     return directory
+
+
+def _check_weights(path: Path) -> None:
+    """ConfigError unless the header of a safetensors file is whole and fits the file's size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as weights:
+            names = weights.keys()
+    except (SafetensorError, OSError) as e:
+        raise ConfigError(
+            f"the weights {path} cannot be read ({e}): the file is damaged or only a part of it is there; "
+            "copy or download it again"
+        ) from None
+    if not names:
+        raise ConfigError(f"the weights {path} hold no tensor")
 
 
 def _has_template(directory: Path) -> bool:

@@ -7,7 +7,9 @@ import socket
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headrace.deploy.init import TEMPLATES, write_templates
 from headrace.deploy.model_dir import check_model_dir
@@ -20,11 +22,13 @@ from headrace.schemas.trajectory import Split
 
 
 def model_dir(tmp_path: Path, *, without: str = "", template: bool = True) -> Path:
-    """Files by name only, as the check looks at nothing else."""
+    """Weights, and other files by name only, as the check looks at nothing else."""
     directory = tmp_path / "model"
     directory.mkdir()
-    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {without}:
+    for name in {"config.json", "tokenizer.json"} - {without}:
         (directory / name).write_text("{}")
+    if without != "model.safetensors":
+        save_file({"w": np.zeros(8, np.float32)}, directory / "model.safetensors")
     if template:
         (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
     return directory
@@ -165,6 +169,15 @@ def test_fields_of_a_task_become_its_record(tmp_path: Path) -> None:
 def test_a_model_directory_says_what_it_lacks(tmp_path: Path, without: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_model_dir(model_dir(tmp_path, without=without), chat=True)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, -1])
+def test_truncated_weights_are_named(tmp_path: Path, kept: int) -> None:
+    directory = model_dir(tmp_path)
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ConfigError, match=rf"the weights {path} cannot be read .*download it again"):
+        check_model_dir(directory, chat=False)
 
 
 def test_a_chat_template_is_asked_for_only_by_chat_tasks(tmp_path: Path) -> None:
