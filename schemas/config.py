@@ -118,6 +118,8 @@ class RolloutConfig(Section):
     environment: str = "single_turn"
     """Built-in name (`single_turn`, `calculator`) or `module:attr`."""
     environment_args: dict[str, Any] = {}
+    environment_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Limit of one call of the environment; a rollout whose call takes longer is aborted."""
     tasks: Path | None = None
     """JSON Lines file; published once to the tasks topic by `headrace up`."""
     group_size: Annotated[int, Field(ge=1)] = 16

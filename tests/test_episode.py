@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 from rollout_parts import calculate, ids_of, result, text_of, write_policy
 
 from headrace.producers.engines.protocol import GenerateRequest, GenerateResult
+from headrace.producers.environments import calls
 from headrace.producers.environments.base import Observation, load_environment
+from headrace.producers.environments.calculator import Calculator
 from headrace.producers.rollout.episode import Episode, Group
 from headrace.producers.rollout.tokenizing import PolicyTokenizer, load_tokenizer
 from headrace.schemas.errors import EngineError
@@ -27,7 +31,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
     return load_tokenizer(write_policy(tmp_path_factory.mktemp("policy")))
 
 
-def group(prompt: str = "47+38=", *, max_tokens: int = 16, max_turns: int = 4, max_total: int = 64) -> Group:
+def group(
+    prompt: str = "47+38=",
+    *,
+    max_tokens: int = 16,
+    max_turns: int = 4,
+    max_total: int = 64,
+    environment_seconds: float = 60.0,
+) -> Group:
     return Group(
         group_id="g",
         task=Task(task_id="t", policy_id="p", prompt=prompt, reward_spec='{"name": "sum"}'),
@@ -39,6 +50,7 @@ def group(prompt: str = "47+38=", *, max_tokens: int = 16, max_turns: int = 4, m
         stop_token_ids=(EOS, 13),
         max_turns=max_turns,
         max_total_tokens=max_total,
+        environment_seconds=environment_seconds,
     )
 
 
@@ -367,3 +379,136 @@ def test_a_model_directory_is_read_with_errors_that_say_what_is_missing(tmp_path
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+class Blocking:
+    """Blocks in one of its calls until it is released; notes the thread of each call."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.release, self.closed = at, threading.Event(), threading.Event()
+        self.threads: list[threading.Thread] = []
+        self._pass("init")
+
+    def _pass(self, name: str) -> None:
+        self.threads.append(threading.current_thread())
+        if name == self.at:
+            self.release.wait(30)
+
+    def start(self, task: Task) -> None:
+        self._pass("start")
+
+    def step(self, text: str, token_ids: Sequence[int]) -> None:
+        self._pass("step")
+
+    def close(self) -> None:
+        self._pass("close")
+        self.closed.set()
+
+
+@pytest.mark.parametrize(("at", "tokens"), [("start", 6), ("step", 13)])
+def test_a_sync_environment_that_blocks_stops_only_its_own_rollout(
+    tokenizer: PolicyTokenizer, at: str, tokens: int
+) -> None:
+    environment = Blocking("")
+    environment.at = at
+
+    async def run() -> tuple[Trajectory, int]:
+        episode = Episode(
+            group(environment_seconds=0.3),
+            "g.0",
+            environment=lambda: environment,
+            tokenizer=tokenizer,
+            generate=Engine(),
+            now_ms=lambda: 0,
+        )
+        task = asyncio.create_task(episode.run())
+        turns = 0
+        while not task.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return await task, turns
+
+    t, turns = asyncio.run(run())
+    assert (t.status, t.reason, len(t.token_ids)) == (TrajectoryStatus.ABORTED, "environment_timeout", tokens)
+    assert f"{at} of the environment took over 0.3 s" in json.loads(t.metadata or "")["detail"]
+    assert turns > 5
+    assert not environment.closed.is_set()
+    environment.release.set()
+    assert environment.closed.wait(10)  # once the call that hung has returned
+
+
+def test_all_sync_calls_of_an_environment_run_in_one_daemon_thread(tokenizer: PolicyTokenizer) -> None:
+    made: list[Blocking] = []
+
+    def make() -> Blocking:
+        made.append(Blocking(""))
+        return made[0]
+
+    assert play(tokenizer, environment=make).status is TrajectoryStatus.COMPLETED
+    (thread,) = set(made[0].threads)
+    assert len(made[0].threads) == 4
+    assert thread.daemon and thread is not threading.main_thread()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_built_in_environment_starts_no_thread(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert play(tokenizer).status is TrajectoryStatus.COMPLETED
+    assert play(tokenizer, environment=functools.partial(Calculator)).status is TrajectoryStatus.COMPLETED
+
+
+def test_an_async_environment_has_the_same_limit_and_stays_on_the_loop(tokenizer: PolicyTokenizer) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            asyncio.get_running_loop()
+
+        async def start(self, task: Task) -> None:
+            assert threading.current_thread() is threading.main_thread()
+
+        async def step(self, text: str, token_ids: Sequence[int]) -> None:
+            await asyncio.sleep(30)
+
+    t = play(tokenizer, environment=Slow, environment_seconds=0.1)
+    assert (t.status, t.reason) == (TrajectoryStatus.ABORTED, "environment_timeout")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TimeoutError("the sandbox"), "TimeoutError: the sandbox"),
+        (StopIteration(), "StopIteration"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_what_a_sync_environment_raises_is_told(
+    tokenizer: PolicyTokenizer, error: BaseException, told: str
+) -> None:
+    class Raising(Broken):
+        def step(self, text: str, token_ids: Sequence[int]) -> None:
+            raise error
+
+    t = play(tokenizer, environment=lambda: Raising(""))
+    assert (t.status, t.reason) == (TrajectoryStatus.ABORTED, "environment")
+    assert told in json.loads(t.metadata or "")["detail"]
+
+
+def test_calls_that_never_return_are_bounded(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_STUCK", 1)
+    monkeypatch.setattr(calls, "_left", set())
+    stuck = Blocking("")
+    stuck.at = "step"
+    t = play(tokenizer, environment=lambda: stuck, environment_seconds=0.1)
+    assert t.reason == "environment_timeout"
+    t = play(tokenizer, environment=lambda: Blocking(""))
+    assert t.reason == "environment" and "never returned" in json.loads(t.metadata or "")["detail"]
+    stuck.release.set()
+    stuck.threads[1].join(10)
+    assert play(tokenizer, environment=lambda: Blocking("")).status is TrajectoryStatus.COMPLETED

@@ -2,8 +2,9 @@
 
 One object per rollout, built by a factory from the configured arguments (the task's own win), then driven by
 the rollout worker: `start(task)`, and `step(text, token_ids)` after each turn until it returns None. Either
-may be async; a slow one must be, since all rollouts share one event loop. What an environment raises aborts
-the rollout (an infrastructure failure, never a reward of 0).
+may be async; a sync one runs in a thread of its own (calls.py), and may block. What an environment raises, or a
+call that takes over rollout.environment_seconds, aborts the rollout (an infrastructure failure, never a reward
+of 0).
 """
 
 from __future__ import annotations

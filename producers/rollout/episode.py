@@ -18,7 +18,8 @@ from ...schemas.errors import EngineError
 from ...schemas.task import Task
 from ...schemas.trajectory import Sampling, Trajectory, TrajectoryStatus
 from ..engines.protocol import GenerateRequest, GenerateResult
-from ..environments.base import Environment, settled
+from ..environments.base import Environment
+from ..environments.calls import EnvironmentCalls, EnvironmentTimeout
 from .tokenizing import Message, PolicyTokenizer, TokenizingError
 from .transcript import Transcript
 
@@ -44,6 +45,8 @@ class Group:
     stop_token_ids: tuple[int, ...]
     max_turns: int
     max_total_tokens: int
+    environment_seconds: float = 60.0
+    """Limit of one call of the environment."""
 
     def rollout_id(self, index: int) -> str:
         """Id of the group's rollout `index`."""
@@ -68,7 +71,7 @@ class Episode:
         self.running = False
         """True while `run` may be cancelled."""
         self._abort_reason: str | None = None
-        self._make_environment = environment
+        self._environment = EnvironmentCalls(environment, seconds=group.environment_seconds)
         self._tokenizer = tokenizer
         self._generate = generate
         self._now_ms = now_ms
@@ -88,10 +91,9 @@ class Episode:
         if self._abort_reason is not None:
             return self._aborted(self._abort_reason)
         self.running = True
-        environment: Environment | None = None
         try:
-            environment = self._make_environment()
-            return await self._play(environment)
+            await self._environment.build()
+            return await self._play()
         except EngineError as e:
             return self._aborted("engine", e)
         except TokenizingError as e:
@@ -100,16 +102,19 @@ class Episode:
             if self._abort_reason is None:
                 raise
             return self._aborted(self._abort_reason)
+        except EnvironmentTimeout as e:
+            logger.warning("environment too slow rollout=%s: %s", self.rollout_id, e)
+            return self._aborted("environment_timeout", e)
         except Exception as e:  # the environment is the user's code
             logger.warning("environment failed rollout=%s", self.rollout_id, exc_info=True)
             return self._aborted("environment", e)
         finally:
             self.running = False
-            await _close(environment)
+            await self._environment.close()
 
-    async def _play(self, environment: Environment) -> Trajectory:
-        group, transcript = self.group, self._transcript
-        observation = await settled(environment.start(group.task))
+    async def _play(self) -> Trajectory:
+        group, transcript, environment = self.group, self._transcript, self._environment
+        observation = await environment.start(group.task)
         if observation is not None and not transcript.observe(observation, limit=group.max_total_tokens):
             return self._aborted("prompt_too_long")
         if len(transcript.ids) >= group.max_total_tokens:
@@ -119,10 +124,11 @@ class Episode:
             text = transcript.add_turn(result)
             if result.finish_reason == "abort":
                 return self._aborted("engine_abort")
-            observation = await settled(environment.step(text, result.token_ids))
+            observation = await environment.step(text, result.token_ids)
             if observation is None:
-                said = getattr(environment, "stop_reason", None)
-                return self._record(TrajectoryStatus.COMPLETED, said or result.finish_reason)
+                return self._record(
+                    TrajectoryStatus.COMPLETED, environment.stop_reason or result.finish_reason
+                )
             if len(transcript.turns) >= group.max_turns:
                 return self._record(TrajectoryStatus.COMPLETED, "max_turns")
             if not transcript.observe(observation, limit=group.max_total_tokens):
@@ -171,13 +177,3 @@ class Episode:
             stamps=(("rollout_start", self._started_ms), ("rollout_end", self._now_ms())),
             metadata=json.dumps({"detail": detail}) if detail is not None else task.metadata,
         )
-
-
-async def _close(environment: Environment | None) -> None:
-    close = getattr(environment, "close", None)
-    if close is None:
-        return
-    try:
-        await settled(close())
-    except Exception:
-        logger.exception("an environment could not be closed")

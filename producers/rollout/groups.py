@@ -70,6 +70,7 @@ class GroupMaker:
             stop_token_ids=self._stop,
             max_turns=self._config.max_turns,
             max_total_tokens=self._config.max_total_tokens,
+            environment_seconds=self._config.environment_seconds,
         )
         return group, functools.partial(factory, **args)
 
