@@ -1,4 +1,4 @@
-"""Reads a run's log into its History: weights and engines record by record, the other topics by their ends."""
+"""Reads a run's log into its History: weights, engines and samples record by record, the others by their ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from ..schemas.config import Config
 from ..schemas.engine import ENGINE
 from ..schemas.errors import InvalidMessageError
-from ..schemas.topics import DEADLETTERS, ENGINES, TRAJECTORIES, Topics
+from ..schemas.sample import FATE_HEADER, SAMPLE, Fate
+from ..schemas.topics import DEADLETTERS, ENGINES, SAMPLES, TRAJECTORIES, Topics
 from ..schemas.topics import WEIGHTS as WEIGHTS_TOPIC
 from ..schemas.weights import WEIGHTS
 from ..streams.kafka import make_consumer, partitions_of, poll_records
@@ -33,13 +34,15 @@ class Follower:
         self._consumer = make_consumer(config.kafka, client_id="headrace-follower")
         self._weights = partitions_of(self._consumer, topics.name(WEIGHTS_TOPIC, policy))
         engines = partitions_of(self._consumer, topics.name(ENGINES))
+        samples = partitions_of(self._consumer, topics.name(SAMPLES, policy))
         self._trajectories = partitions_of(self._consumer, topics.name(TRAJECTORIES))
         self._letters = partitions_of(self._consumer, topics.name(DEADLETTERS))
-        self._followed = [*self._weights, *engines]
+        self._followed = [*self._weights, *engines, *samples]
+        self._samples = samples[0].topic
         self._consumer.assign(self._followed)
-        # A run that goes on after a restart keeps its curve; engines of an earlier run are of no interest.
+        # A run that goes on after a restart keeps its curve; its earlier engines and fates are of no interest.
         self._consumer.seek_to_beginning(*self._weights)
-        self._consumer.seek_to_end(*engines)
+        self._consumer.seek_to_end(*engines, *samples)
         self._counted = 0.0
 
     def poll(self, timeout_s: float) -> bool:
@@ -70,6 +73,10 @@ class Follower:
         try:
             if record.topic == self._weights[0].topic:  # type: ignore[attr-defined]
                 self.history.add_weights(WEIGHTS.decode(value, headers))
+            elif record.topic == self._samples:  # type: ignore[attr-defined]
+                # Most are admitted, and their header says so.
+                admitted = dict(headers).get(FATE_HEADER) == Fate.ADMITTED.value.encode()
+                self.history.add_fate(None if admitted else SAMPLE.decode(value, headers).reason)
             else:
                 status = ENGINE.decode(value, headers)
                 if status.policy_id == self._policy:

@@ -11,6 +11,9 @@ from typing import Any
 from ..schemas.engine import EngineStatus
 from ..schemas.weights import BlobKind, WeightRecord
 
+VOID = "void"
+"""Reason of a sample whose reward or environment failed."""
+EVAL = "eval"
 EMA = 0.9
 """Weight of the past in the exponential mean of rewards."""
 
@@ -40,7 +43,7 @@ class _Engine:
 
 @dataclass(slots=True)
 class History:
-    """Fed with the records of `weights` and `engines`, in order."""
+    """Fed with the records of `weights` and `engines`, in order, and with the fates on `samples`."""
 
     steps: list[Step] = field(default_factory=list)
     version: int | None = None
@@ -59,6 +62,10 @@ class History:
     dead_letters: int = 0
     tokens_from_ms: int | None = None
     tokens_until_ms: int | None = None
+    admitted: int = 0
+    """Rollouts' trajectories admitted to training since the run began to be followed."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """The others since then, by reason; `dropped` is what the trainer passed over up to its newest version."""
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
     def add_weights(self, record: WeightRecord) -> None:
@@ -107,6 +114,32 @@ class History:
         # A request that is taken back after a pause takes its last tokens with it.
         before.tokens = max(before.tokens, status.generated_tokens)
         self.engines[status.engine_id] = status
+
+    def add_fate(self, reason: str | None) -> None:
+        """A sample: admitted, or dropped for `reason`."""
+        if reason is None:
+            self.admitted += 1
+        else:
+            self.refused[reason] += 1
+
+    @property
+    def voids(self) -> int:
+        """How many are void."""
+        return self.refused[VOID]
+
+    @property
+    def fated(self) -> int:
+        """How many have a fate, those of evaluation tasks left out: they are never trained."""
+        return self.admitted + self.refused.total() - self.refused[EVAL]
+
+    def all_void(self, *, at_least: int, since_ms: int) -> bool:
+        """True when of so many fates every one is void, and nothing was trained since: no reward is ever known.
+
+        Groups without variance and truncated answers are the policy's, and luck may end them.
+        """
+        if self.voids < at_least or self.voids < self.fated:
+            return False
+        return not any(step.at_ms >= since_ms for step in self.steps)
 
     @property
     def reward(self) -> float | None:

@@ -20,6 +20,7 @@ from .processes import children_stopped
 from .run_dir import locked
 from .screen import Screen
 from .stack import Plan, Stack
+from .voids import hopeless, voids_line
 
 POLL_SECONDS = 0.1
 LEFT_SECONDS = 10.0
@@ -94,7 +95,7 @@ def run(
             stack.start()
             follower = Follower(stack.config)
             screen.history = follower.history
-            why = _follow(stack, follower, goal, screen, started)
+            why = _follow(stack, follower, goal, screen, started, started_ms)
             seconds = time.monotonic() - started
             interrupts.closing()
             screen.phase(f"stopping: {why}")
@@ -124,15 +125,25 @@ def run(
     return summary
 
 
-def _follow(stack: Stack, follower: Follower, goal: Goal, screen: Screen, started: float) -> str:
-    """Until the goal is reached; returns why the run is over."""
+def _follow(
+    stack: Stack, follower: Follower, goal: Goal, screen: Screen, started: float, started_ms: int
+) -> str:
+    """Until the goal is reached; returns why the run is over. RunFailedError when it never will be."""
+    history, logs, batch_size = follower.history, stack.run_dir / "logs", stack.config.trainer.batch_size
+    warned = False
     reached: Callable[[], str | None] = lambda: goal.reached(  # noqa: E731
-        follower.history, seconds=time.monotonic() - started, trained=stack.trained
+        history, seconds=time.monotonic() - started, trained=stack.trained
     )
     while True:
         grew = follower.poll(POLL_SECONDS)
         stack.check()
+        if history.voids and not warned:
+            warned = True
+            screen.tell(voids_line(history, logs))
         screen.refresh(grew=grew)
+        lost = hopeless(history, logs, batch_size=batch_size, since_ms=started_ms)
+        if lost is not None:
+            raise RunFailedError(lost)
         why = reached()
         if why is not None:
             return why

@@ -44,6 +44,10 @@ class Screen:
             self._console.print(f"{self._seconds():6.1f} s  {text}", markup=False, highlight=False)
         self._draw()
 
+    def tell(self, text: str) -> None:
+        """A line that stays, in a terminal too."""
+        self._console.print(f"{self._seconds():6.1f} s  {text}", markup=False, highlight=False)
+
     def refresh(self, *, grew: bool) -> None:
         """Show the present state, if the last look is long enough ago."""
         if grew and self._phase != "training" and self._phase.startswith("starting"):

@@ -61,6 +61,8 @@ def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, Rend
         rows.append(("trajectories", str(history.trajectories)))
     if history.dropped:
         rows.append(("dropped", "  ".join(f"{k} {v}" for k, v in sorted(history.dropped.items()))))
+    if history.voids:
+        rows.append(("void", Text(f"{history.voids} of {history.fated} rollouts", style="yellow")))
     if history.dead_letters:
         rows.append(("dead letters", Text(str(history.dead_letters), style="yellow")))
     for engine in history.engines.values():
@@ -78,9 +80,10 @@ def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, Rend
 def progress_line(history: History, *, seconds: float) -> str:
     """One line for a log: the newest step."""
     last = history.steps[-1]
+    void = f"  void {history.voids}" if history.voids else ""
     return (
         f"{seconds:6.1f} s  version {last.version:4d}  reward {last.reward_mean:.3f}  mean {last.reward_ema:.3f}  "
-        f"lag {last.lag_mean:.2f}/{last.lag_max:.0f}  {history.tokens_per_second:.0f} tokens/s"
+        f"lag {last.lag_mean:.2f}/{last.lag_max:.0f}  {history.tokens_per_second:.0f} tokens/s{void}"
     )
 
 

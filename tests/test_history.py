@@ -9,7 +9,8 @@ import pytest
 
 from headrace.deploy.history import History, percentile
 from headrace.deploy.running import Goal
-from headrace.deploy.view import sparkline
+from headrace.deploy.view import progress_line, sparkline
+from headrace.deploy.voids import hopeless, voids_line
 from headrace.schemas.engine import EngineState, EngineStatus
 from headrace.schemas.score import Ref
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
@@ -153,6 +154,43 @@ def test_a_run_that_ended_short_of_its_reward_says_so() -> None:
     assert "5 steps" in (Goal(steps=5).reached(history, seconds=0, trained=False) or "")
     assert Goal(reward=0.9, steps=5).missed(history) is None
     assert "0.100, not to 0.9" in (Goal(reward=0.9, steps_suffice=False).missed(history) or "")
+
+
+def fates(**reasons: int) -> History:
+    history = History()
+    for reason, count in reasons.items():
+        for _ in range(count):
+            history.add_fate(None if reason == "admitted" else reason)
+    return history
+
+
+def test_a_run_in_which_every_rollout_is_void_is_ended_and_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "streams-0.log"
+    log.write_text("x\nW void: rollout=r reason=reward_error KeyError: 'answer'\ny\n")
+
+    def verdict(history: History, batch_size: int = 8, since_ms: int = 0) -> str | None:
+        return hopeless(history, tmp_path, batch_size=batch_size, since_ms=since_ms)
+
+    assert verdict(fates(void=63)) is None
+    assert verdict(fates(void=64), batch_size=64) is None
+    told = verdict(fates(void=64, eval=5)) or ""
+    assert "first 64 rollouts are void" in told and str(log) in told and told.endswith("KeyError: 'answer'")
+    assert verdict(fates(void=900, admitted=1)) is None
+    assert verdict(fates(void=900, zero_variance=8)) is None, "these have rewards"
+    trained = fates(void=64)
+    trained.add_weights(weights(1, 0.5))
+    assert verdict(trained) is None
+    assert verdict(trained, since_ms=5000), "what an earlier start of the run has trained does not count"
+
+
+def test_voids_are_told_with_the_log_that_has_their_cause(tmp_path: Path) -> None:
+    assert voids_line(fates(void=2, admitted=1), tmp_path).startswith("2 of 3 rollouts so far are void: see ")
+    (tmp_path / "streams-0.log").write_text("all is well\n")
+    (tmp_path / "rollout-0.log").write_text("W environment failed rollout=r\nTraceback\n")
+    assert voids_line(fates(void=1), tmp_path).endswith("rollout-0.log")
+    history = fates(void=3, admitted=4)
+    history.add_weights(weights(1, 0.5))
+    assert progress_line(history, seconds=1.0).endswith("  void 3")
 
 
 def test_a_sparkline_is_thinned_to_its_width() -> None:
