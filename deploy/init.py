@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..schemas.errors import ConfigError
 
-TEMPLATES = ("headrace.toml", "tasks.jsonl", "reward.py")
+TEMPLATES = ("headrace.toml", "tasks.jsonl", "reward.py", "environment.py")
 
 
 def write_templates(directory: Path) -> list[Path]:

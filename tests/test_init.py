@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from headrace.deploy.init import TEMPLATES, write_templates
 from headrace.deploy.model_dir import check_model_dir
 from headrace.deploy.tasks import read_tasks
 from headrace.deploy.up import check
+from headrace.producers.environments.base import Observation, load_environment
 from headrace.schemas.config import dump_config, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.task import check_task
@@ -69,6 +71,27 @@ def test_up_leaves_the_folder_of_another_run_alone(tmp_path: Path) -> None:
     dump_config(config, config.run.dir / "config.json")
     with pytest.raises(ConfigError, match=r"holds another run: policy\.id is mine there"):
         check(load_config(tmp_path / "headrace.toml"), [tmp_path])
+
+
+def test_the_example_environment_gives_a_second_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    write_templates(tmp_path)
+    model_dir(tmp_path)
+    config = load_config(
+        tmp_path / "headrace.toml", overrides={"rollout.environment": "environment:SecondChance"}
+    )
+    task = check(config, [tmp_path])[0]
+    factory = load_environment(config.rollout.environment)
+    environment = factory(hint="again")
+    assert environment.start(task) is None
+    assert environment.step("Lyon", ()) == Observation(messages=({"role": "user", "content": "again"},))
+    assert environment.step("Paris.", ()) is None
+    assert getattr(environment, "stop_reason", None) == "right"
+    wrong = factory()
+    wrong.start(task)
+    assert wrong.step("Lyon", ()) is not None and wrong.step("Nice", ()) is None
+    assert getattr(wrong, "stop_reason", None) == "wrong_twice"
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
