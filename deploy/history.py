@@ -139,7 +139,11 @@ class History:
         """
         if self.voids < at_least or self.voids < self.fated:
             return False
-        return not any(step.at_ms >= since_ms for step in self.steps)
+        return not self.trained_since(since_ms)
+
+    def trained_since(self, since_ms: int) -> bool:
+        """True when a version was trained since then; a run that goes on has older ones in its log."""
+        return bool(self.steps) and self.steps[-1].at_ms >= since_ms
 
     @property
     def reward(self) -> float | None:

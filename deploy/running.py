@@ -20,6 +20,7 @@ from .processes import children_stopped
 from .run_dir import locked
 from .screen import Screen
 from .stack import Plan, Stack
+from .view import phase_text
 from .voids import hopeless, voids_line
 
 POLL_SECONDS = 0.1
@@ -140,6 +141,11 @@ def _follow(
         if history.voids and not warned:
             warned = True
             screen.tell(voids_line(history, logs))
+        phase = phase_text(history, batch_size=batch_size, since_ms=started_ms)
+        if history.trained_since(started_ms):
+            screen.phase(phase)
+        else:
+            screen.sampling(phase)
         screen.refresh(grew=grew)
         lost = hopeless(history, logs, batch_size=batch_size, since_ms=started_ms)
         if lost is not None:

@@ -44,14 +44,21 @@ class Screen:
             self._console.print(f"{self._seconds():6.1f} s  {text}", markup=False, highlight=False)
         self._draw()
 
+    def sampling(self, text: str) -> None:
+        """How the first batch fills: in place in a terminal, elsewhere a line now and then."""
+        now = time.monotonic()
+        if self._live is not None:
+            self._phase = text
+        elif text != self._phase and now - self._shown > LINE_SECONDS:
+            self._shown = now
+            self.phase(text)
+
     def tell(self, text: str) -> None:
         """A line that stays, in a terminal too."""
         self._console.print(f"{self._seconds():6.1f} s  {text}", markup=False, highlight=False)
 
     def refresh(self, *, grew: bool) -> None:
         """Show the present state, if the last look is long enough ago."""
-        if grew and self._phase != "training" and self._phase.startswith("starting"):
-            self.phase("training")
         now = time.monotonic()
         if self._live is not None:
             if now - self._shown > REFRESH_SECONDS:

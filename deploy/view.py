@@ -77,6 +77,14 @@ def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, Rend
     return rows
 
 
+def phase_text(history: History, *, batch_size: int, since_ms: int) -> str:
+    """What a started run is doing: filling its first batch, or training."""
+    if history.trained_since(since_ms):
+        return "training"
+    voids = f", {history.voids} of {history.fated} rollouts void" if history.voids else ""
+    return f"sampling: {min(history.admitted, batch_size)} of {batch_size} for the first batch{voids}"
+
+
 def progress_line(history: History, *, seconds: float) -> str:
     """One line for a log: the newest step."""
     last = history.steps[-1]

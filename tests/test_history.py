@@ -9,7 +9,7 @@ import pytest
 
 from headrace.deploy.history import History, percentile
 from headrace.deploy.running import Goal
-from headrace.deploy.view import progress_line, sparkline
+from headrace.deploy.view import phase_text, progress_line, sparkline
 from headrace.deploy.voids import hopeless, voids_line
 from headrace.schemas.engine import EngineState, EngineStatus
 from headrace.schemas.score import Ref
@@ -191,6 +191,16 @@ def test_voids_are_told_with_the_log_that_has_their_cause(tmp_path: Path) -> Non
     history = fates(void=3, admitted=4)
     history.add_weights(weights(1, 0.5))
     assert progress_line(history, seconds=1.0).endswith("  void 3")
+
+
+def test_a_run_samples_its_first_batch_and_then_trains() -> None:
+    history = fates(admitted=5, stale=2)
+    assert phase_text(history, batch_size=8, since_ms=0) == "sampling: 5 of 8 for the first batch"
+    history.add_fate("void")
+    assert phase_text(history, batch_size=8, since_ms=0).endswith("batch, 1 of 8 rollouts void")
+    history.add_weights(weights(1, 0.5))
+    assert phase_text(history, batch_size=8, since_ms=0) == "training"
+    assert "sampling" in phase_text(history, batch_size=8, since_ms=2000), "that was an earlier start"
 
 
 def test_a_sparkline_is_thinned_to_its_width() -> None:
