@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -66,7 +67,8 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """The same stack for your own model, tasks and rewards. Ctrl-C ends it."""
-    from .running import show
+    from .interrupts import Interrupted
+    from .running import farewell, show
     from .settings import DEFAULT_FILE
     from .up import up as run_up
 
@@ -81,8 +83,14 @@ def up(
         },
     )
     folder = (config or DEFAULT_FILE).resolve().parent
-    summary = run_up(loaded, plugin_path=list(dict.fromkeys([folder, Path.cwd()])), quiet=as_json)
+    run = loaded.run.dir.resolve()
+    try:
+        summary = run_up(loaded, plugin_path=list(dict.fromkeys([folder, Path.cwd()])), quiet=as_json)
+    except Interrupted:
+        typer.echo(farewell(run, sys.argv[1:], steps_done=False), err=True)
+        raise
     show(summary, quiet=as_json)
+    typer.echo(farewell(run, sys.argv[1:], steps_done=True), err=as_json)
     if as_json:
         print_json(summary)
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import HeadraceError
@@ -20,9 +22,10 @@ from .processes import children_stopped
 from .run_dir import locked
 from .screen import Screen
 from .stack import Plan, Stack
-from .view import phase_text
+from .view import phase_text, summary_table
 from .voids import hopeless, voids_line
 
+PLOT = "plot.png"
 POLL_SECONDS = 0.1
 LEFT_SECONDS = 10.0
 """For processes that nobody got hold of before an interruption."""
@@ -114,12 +117,13 @@ def run(
         summary = history.summary(
             task=task, seed=plan.config.run.seed, seconds=seconds, started_ms=started_ms
         ) | {"ended": why, "run_dir": str(run_dir)}
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         if history.steps:
             from .plot import draw
 
             screen.phase("drawing the plot")
-            draw(history, run_dir / "plot.png", title=title)
+            draw(history, run_dir / PLOT, title=title)
+            summary["plot"] = str(run_dir / PLOT)
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     missed = goal.missed(history)
     if missed is not None:
         raise RunFailedError(f"{why}, but {missed}; logs are in {run_dir / 'logs'}")
@@ -159,6 +163,14 @@ def show(summary: dict[str, Any], *, quiet: bool) -> None:
     """The end of a run for people."""
     from rich.console import Console
 
-    from .view import summary_table
-
     Console(file=sys.stderr if quiet else sys.stdout).print(summary_table(summary))
+
+
+def farewell(run_dir: Path, command: Sequence[str], *, steps_done: bool) -> str:
+    """What an ended `headrace up` leaves: where the run lies, and how to go on with it."""
+    lines = [f"the run is in {run_dir}"]
+    if (run_dir / PLOT).exists():
+        lines.append(f"its plot is {run_dir / PLOT}")
+    more = " with more --steps" if steps_done else ""
+    lines.append(f"`headrace {shlex.join(command)}`{more} goes on from here")
+    return "\n".join(lines)

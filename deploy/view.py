@@ -143,7 +143,7 @@ def summary_table(summary: dict[str, object]) -> RenderableType:
     """The end of a run."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
-    table.add_column()
+    table.add_column(overflow="fold")  # paths stay whole
     for name, value in summary.items():
         shown = (
             ", ".join(f"{k} {v}" for k, v in value.items()) or "none"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.history import History, percentile
-from headrace.deploy.running import Goal
+from headrace.deploy.running import PLOT, Goal, farewell
 from headrace.deploy.view import phase_text, progress_line, sparkline
 from headrace.deploy.voids import hopeless, voids_line
 from headrace.schemas.engine import EngineState, EngineStatus
@@ -201,6 +201,16 @@ def test_a_run_samples_its_first_batch_and_then_trains() -> None:
     history.add_weights(weights(1, 0.5))
     assert phase_text(history, batch_size=8, since_ms=0) == "training"
     assert "sampling" in phase_text(history, batch_size=8, since_ms=2000), "that was an earlier start"
+
+
+def test_an_ended_run_says_where_it_lies_and_how_to_go_on(tmp_path: Path) -> None:
+    command = ["up", "-c", "my run.toml"]
+    told = farewell(tmp_path, command, steps_done=False)
+    assert str(tmp_path) in told and PLOT not in told
+    assert told.endswith("`headrace up -c 'my run.toml'` goes on from here")
+    (tmp_path / PLOT).touch()
+    told = farewell(tmp_path, command, steps_done=True)
+    assert str(tmp_path / PLOT) in told and "with more --steps goes on" in told
 
 
 def test_a_sparkline_is_thinned_to_its_width() -> None:
