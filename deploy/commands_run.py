@@ -68,7 +68,7 @@ def up(
 ) -> None:
     """The same stack for your own model, tasks and rewards. Ctrl-C ends it."""
     from .interrupts import Interrupted
-    from .running import farewell, show
+    from .running import farewell, go_on, show
     from .settings import DEFAULT_FILE
     from .up import up as run_up
 
@@ -87,10 +87,10 @@ def up(
     try:
         summary = run_up(loaded, plugin_path=list(dict.fromkeys([folder, Path.cwd()])), quiet=as_json)
     except Interrupted:
-        typer.echo(farewell(run, sys.argv[1:], steps_done=False), err=True)
+        typer.echo(farewell(run, sys.argv[1:]), err=True)
         raise
     show(summary, quiet=as_json)
-    typer.echo(farewell(run, sys.argv[1:], steps_done=True), err=as_json)
+    typer.echo(go_on(sys.argv[1:], steps_done=True), err=as_json)
     if as_json:
         print_json(summary)
 

@@ -166,11 +166,15 @@ def show(summary: dict[str, Any], *, quiet: bool) -> None:
     Console(file=sys.stderr if quiet else sys.stdout).print(summary_table(summary))
 
 
-def farewell(run_dir: Path, command: Sequence[str], *, steps_done: bool) -> str:
-    """What an ended `headrace up` leaves: where the run lies, and how to go on with it."""
+def go_on(command: Sequence[str], *, steps_done: bool) -> str:
+    """How to go on with an ended `headrace up`."""
+    more = " with more --steps" if steps_done else ""
+    return f"`headrace {shlex.join(command)}`{more} goes on from here"
+
+
+def farewell(run_dir: Path, command: Sequence[str]) -> str:
+    """What an interrupted `headrace up` leaves: where the run lies, and how to go on with it."""
     lines = [f"the run is in {run_dir}"]
     if (run_dir / PLOT).exists():
         lines.append(f"its plot is {run_dir / PLOT}")
-    more = " with more --steps" if steps_done else ""
-    lines.append(f"`headrace {shlex.join(command)}`{more} goes on from here")
-    return "\n".join(lines)
+    return "\n".join([*lines, go_on(command, steps_done=False)])

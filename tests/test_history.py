@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.history import History, percentile
-from headrace.deploy.running import PLOT, Goal, farewell
+from headrace.deploy.running import PLOT, Goal, farewell, go_on
 from headrace.deploy.view import phase_text, progress_line, sparkline
 from headrace.deploy.voids import hopeless, voids_line
 from headrace.schemas.engine import EngineState, EngineStatus
@@ -205,12 +205,12 @@ def test_a_run_samples_its_first_batch_and_then_trains() -> None:
 
 def test_an_ended_run_says_where_it_lies_and_how_to_go_on(tmp_path: Path) -> None:
     command = ["up", "-c", "my run.toml"]
-    told = farewell(tmp_path, command, steps_done=False)
+    told = farewell(tmp_path, command)
     assert str(tmp_path) in told and PLOT not in told
     assert told.endswith("`headrace up -c 'my run.toml'` goes on from here")
     (tmp_path / PLOT).touch()
-    told = farewell(tmp_path, command, steps_done=True)
-    assert str(tmp_path / PLOT) in told and "with more --steps goes on" in told
+    assert str(tmp_path / PLOT) in farewell(tmp_path, command)
+    assert "with more --steps goes on" in go_on(command, steps_done=True)
 
 
 def test_a_sparkline_is_thinned_to_its_width() -> None:
