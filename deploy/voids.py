@@ -10,6 +10,7 @@ MIN_VOIDS = 64
 BATCHES = 2
 """A run ends when so many batches' worth of rollouts, and MIN_VOIDS, are void, and no other has been seen."""
 TAIL_BYTES = 65536
+TRACEBACK = "Traceback (most recent call last):"
 _CLUES = (("streams-*.log", " void: "), ("rollout-*.log", "environment failed"))
 """Which log has which line about a void rollout."""
 
@@ -29,13 +30,25 @@ def hopeless(history: History, logs: Path, *, batch_size: int, since_ms: int) ->
 
 
 def find_clue(logs: Path) -> tuple[Path, str]:
-    """The log that tells of void rollouts, and its last line about one; the stream log where none does."""
+    """The log that tells of void rollouts, and the last that it says about one; the stream log where none does."""
     for pattern, mark in _CLUES:
         for path in sorted(logs.glob(pattern)):
-            lines = [line for line in _end_of(path) if mark in line]
-            if lines:
-                return path, lines[-1]
+            lines = _end_of(path)
+            marked = [n for n, line in enumerate(lines) if mark in line]
+            if marked:
+                return path, _with_cause(lines, marked[-1])
     return logs / "streams-0.log", "nothing about void rollouts"
+
+
+def _with_cause(lines: list[str], at: int) -> str:
+    """A line, and the last one of its traceback where one follows."""
+    end = at + 1
+    if lines[end : end + 1] == [TRACEBACK]:
+        end += 1
+        while end < len(lines) and lines[end].startswith(" "):
+            end += 1
+        return "\n".join([lines[at], *lines[end : end + 1]])
+    return lines[at]
 
 
 def _end_of(path: Path) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from headrace.deploy.history import History, percentile
 from headrace.deploy.running import PLOT, Goal, farewell, go_on
 from headrace.deploy.view import phase_text, progress_line, sparkline
-from headrace.deploy.voids import hopeless, voids_line
+from headrace.deploy.voids import find_clue, hopeless, voids_line
 from headrace.schemas.engine import EngineState, EngineStatus
 from headrace.schemas.score import Ref
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
@@ -186,8 +186,11 @@ def test_a_run_in_which_every_rollout_is_void_is_ended_and_says_why(tmp_path: Pa
 def test_voids_are_told_with_the_log_that_has_their_cause(tmp_path: Path) -> None:
     assert voids_line(fates(void=2, admitted=1), tmp_path).startswith("2 of 3 rollouts so far are void: see ")
     (tmp_path / "streams-0.log").write_text("all is well\n")
-    (tmp_path / "rollout-0.log").write_text("W environment failed rollout=r\nTraceback\n")
+    (tmp_path / "rollout-0.log").write_text(
+        "W environment failed rollout=r\nTraceback (most recent call last):\n  x\nOSError: y\nz\n"
+    )
     assert voids_line(fates(void=1), tmp_path).endswith("rollout-0.log")
+    assert find_clue(tmp_path)[1].endswith("rollout=r\nOSError: y")
     history = fates(void=3, admitted=4)
     history.add_weights(weights(1, 0.5))
     assert progress_line(history, seconds=1.0).endswith("  void 3")
