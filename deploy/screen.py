@@ -80,7 +80,9 @@ class Screen:
         return time.monotonic() - self._started
 
     def __enter__(self) -> Screen:
-        for line in filter(None, (self._title, self._about)):
+        # The live view has the title on its frame.
+        title = self._title if self._live is None else ""
+        for line in filter(None, (title, self._about)):
             self._console.print(line, markup=False, highlight=False, soft_wrap=self._live is None)
         if self._live is not None:
             self._live.start()

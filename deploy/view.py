@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..schemas.engine import EngineState, EngineStatus
 from ..streams.status import Status
 from .history import History
 from .supervisor import Role
@@ -70,11 +71,18 @@ def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, Rend
         rows.append(
             (
                 engine.engine_id,
-                f"{engine.state}  version {engine.version}  {engine.running} requests{pause}  "
+                f"{engine_word(engine)}  version {engine.version}  {engine.running} requests{pause}  "
                 f"{history.tokens_per_second:.0f} tokens/s",
             )
         )
     return rows
+
+
+def engine_word(engine: EngineStatus) -> str:
+    """What people are told of an engine: between updates it is idle in following the weights, not in serving."""
+    if engine.state is not EngineState.IDLE:
+        return engine.state.value
+    return "serving" if engine.version >= 0 else "waiting for weights"
 
 
 def phase_text(history: History, *, batch_size: int, since_ms: int) -> str:
@@ -122,7 +130,7 @@ def status_view(status: Status) -> RenderableType:
     )
     for e in status.engines:
         pause = "-" if e.pause_ms is None else f"{e.pause_ms:.1f} ms"
-        engines.add_row(e.engine_id, e.state.value, str(e.version), str(e.running), str(e.updates), pause)
+        engines.add_row(e.engine_id, engine_word(e), str(e.version), str(e.running), str(e.updates), pause)
     head = f"{status.namespace} / {status.policy_id} at {status.bootstrap}: version "
     head += "none yet" if status.version is None else f"{status.version}, {status.version_age_s:.1f} s old"
     parts: list[RenderableType] = [

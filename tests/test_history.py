@@ -230,3 +230,15 @@ def test_the_plot_is_drawn_for_short_runs_too(tmp_path: Path) -> None:
     history.add_weights(weights(1, 0.5))
     draw(history, tmp_path / "plot.png", title="t")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_engine_between_updates_is_told_as_serving() -> None:
+    from headrace.deploy.view import engine_word
+    from headrace.schemas.engine import EngineState, EngineStatus
+
+    def engine(state: EngineState, version: int) -> EngineStatus:
+        return EngineStatus(engine_id="e", policy_id="p", state=state, version=version)
+
+    assert engine_word(engine(EngineState.IDLE, 3)) == "serving"
+    assert engine_word(engine(EngineState.IDLE, -1)) == "waiting for weights"
+    assert engine_word(engine(EngineState.POISONED, 3)) == "poisoned"
