@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,6 +55,8 @@ class Score:
     """Finite unless void, then None."""
     components: str | None = None
     """JSON object: component name -> number."""
+    turn_rewards: tuple[float, ...] | None = None
+    """[turns] finite, where the reward is per turn; `reward` is their sum then."""
     version_min: int
     version_max: int
     total_tokens: int
@@ -81,6 +84,7 @@ SCORE_SCHEMA = pa.schema(
         pa.field("reason", pa.string()),
         pa.field("reward", pa.float64()),
         pa.field("components", pa.string()),
+        pa.field("turn_rewards", pa.list_(pa.float64())),
         pa.field("version_min", pa.int64(), nullable=False),
         pa.field("version_max", pa.int64(), nullable=False),
         pa.field("total_tokens", pa.int32(), nullable=False),
@@ -106,6 +110,8 @@ def check_score(s: Score) -> None:
         require(bool(s.reason), "reason", "a void score says why")
     else:
         require(s.reward is not None and finite(s.reward), "reward_not_finite", f"{s.reward}")
+    if s.turn_rewards is not None:
+        require(all(map(math.isfinite, s.turn_rewards)), "reward_not_finite", "turn_rewards")
     check_ref(s.ref)
     check_json("components", s.components)
 
@@ -141,6 +147,7 @@ def _from_row(row: Mapping[str, Any]) -> Score:
             **row,
             "split": member(Split, row["split"], "split"),
             "status": member(ScoreStatus, row["status"], "status"),
+            "turn_rewards": None if row["turn_rewards"] is None else tuple(row["turn_rewards"].tolist()),
             "ref": ref_from_row(row["ref"]),
             "stamps": stamps_from_row(row["stamps"]),
         }

@@ -33,6 +33,7 @@ class Outcome:
     reward: float | None = None
     reason: str | None = None
     components: Mapping[str, float] | None = None
+    turn_rewards: tuple[float, ...] | None = None
 
     @classmethod
     def void(cls, reason: str) -> Outcome:
@@ -44,7 +45,9 @@ def outcome_of(result: RewardResult, failure_reward: float) -> Outcome:
     """A reward function's result as an outcome."""
     if result.failed is not None:
         return Outcome(ScoreStatus.FAILED, failure_reward, result.failed)
-    return Outcome(ScoreStatus.SCORED, result.value, components=result.components or None)
+    return Outcome(
+        ScoreStatus.SCORED, result.value, components=result.components or None, turn_rewards=result.turns
+    )
 
 
 def check_deadline(trajectory: Trajectory, appended_ms: int) -> None:
@@ -111,6 +114,7 @@ def score_of(trajectory: Trajectory, outcome: Outcome, ref: Ref, now_ms: int) ->
         reason=outcome.reason,
         reward=outcome.reward,
         components=json.dumps(dict(outcome.components)) if outcome.components else None,
+        turn_rewards=outcome.turn_rewards,
         version_min=trajectory.version_min,
         version_max=trajectory.version_max,
         total_tokens=len(trajectory.token_ids),

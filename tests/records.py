@@ -99,6 +99,7 @@ SCORE_FULL = Score(
 SCORE_VOID = dataclasses.replace(
     SCORE_FULL, status=ScoreStatus.VOID, reason="engine", reward=None, components=None, stamps=()
 )
+SCORE_TURNS = dataclasses.replace(SCORE_FULL, turn_rewards=(0.5, 0.25))
 SAMPLE_FULL = Sample(
     **_THIN,
     fate=Fate.ADMITTED,
@@ -188,6 +189,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "trajectory_empty": ("trajectory", TRAJECTORY_EMPTY),
     "score": ("score", SCORE_FULL),
     "score_void": ("score", SCORE_VOID),
+    "score_turns": ("score", SCORE_TURNS),
     "sample": ("sample", SAMPLE_FULL),
     "sample_dropped": ("sample", SAMPLE_DROPPED),
     "weights": ("weights", WEIGHTS_FULL),

@@ -38,7 +38,7 @@ from records import (
 
 from headrace.schemas.codec import RecordType, header, version_headers
 from headrace.schemas.errors import InvalidMessageError
-from headrace.schemas.score import Ref
+from headrace.schemas.score import SCORE, Ref
 from headrace.schemas.trajectory import TRAJECTORY, TrajectoryStatus, Turn, VersionSpan
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,6 +63,11 @@ def test_golden_files_decode_to_the_same_record_and_are_what_is_written_today(na
     with pa.ipc.open_stream(old) as reader:
         assert reader.schema.equals(TYPES[kind].schema, check_metadata=True), "the format has changed"
     assert plain(TYPES[kind].decode(TYPES[kind].encode(record))) == plain(TYPES[kind].decode(old))
+
+
+@pytest.mark.parametrize(("name", "record"), [("score", SCORE_FULL), ("score_void", SCORE_VOID)])
+def test_scores_from_before_there_were_turn_rewards_are_read(name: str, record: Any) -> None:
+    assert plain(SCORE.decode((GOLDEN / f"before_turns_{name}.arrow").read_bytes())) == plain(record)
 
 
 def test_arrays_that_were_read_cannot_be_written() -> None:

@@ -62,6 +62,8 @@ class RewardResult:
 
     value: float | None
     components: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[float, ...] | None = None
+    """[turns] a reward of each turn; their sum is the rollout's reward."""
     failed: str | None = None
     """Why the policy failed: the rollout gets verify.failure_reward and is trained."""
 
