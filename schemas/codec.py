@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from .errors import InvalidMessageError
+from .one_row import END_OF_STREAM, LayoutError, OneRow
+from .row_columns import is_numeric_list
 
 T = TypeVar("T")
 
@@ -32,7 +34,6 @@ VERSION_MAX_HEADER = "version-max"
 TRACE_HEADER = "traceparent"
 
 MAX_DECODED_BYTES = 256 * 1024 * 1024
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,16 @@ class RecordType(Generic[T]):
     def encode(self, record: T) -> bytes:
         """The record as an Arrow IPC stream; InvalidMessageError when its invariants do not hold."""
         self.check(record)
-        # One converter call for the whole row: pa.array per column costs four times as much.
-        row = pa.array([self.to_row(record)], type=self._struct)
-        batch = pa.RecordBatch.from_struct_array(row)
-        return self._schema_message + batch.serialize().to_pybytes() + _END_OF_STREAM
+        row = self.to_row(record)
+        try:
+            return self._one_row.write(row)
+        except LayoutError:
+            return self._encode_any(row)
 
     def decode(self, value: bytes | None, headers: Sequence[tuple[str, bytes]] = ()) -> T:
         """The record in `value`; InvalidMessageError with a reason for anything that is not one."""
         self._check_tag(headers)
-        batch = _read_one_batch(value)
-        if not batch.schema.equals(self.schema):
-            batch = self._conform(batch)
-        row = batch.select(self._plain).to_struct_array()[0].as_py()
-        for name in self._numeric:
-            row[name] = _numbers(batch.column(name))
+        row = self._row_of(value)
         for name in self._required:
             if row[name] is None:
                 raise InvalidMessageError("unexpected_null", f"column {name!r} is null")
@@ -78,21 +75,43 @@ class RecordType(Generic[T]):
         self.check(record)
         return record
 
-    @cached_property
-    def _struct(self) -> pa.DataType:
-        return pa.struct(list(self.schema))
+    def _row_of(self, value: bytes | None) -> dict[str, Any]:
+        """The columns of `value`, validated."""
+        if value is not None and len(value) <= MAX_DECODED_BYTES:
+            try:
+                return self._one_row.read(value)
+            except LayoutError:
+                pass  # another writer's layout, or a fault: pyarrow says which
+        return self._row_of_any(value)
+
+    def _row_of_any(self, value: bytes | None) -> dict[str, Any]:
+        """The same through pyarrow, whatever the layout."""
+        batch = _read_one_batch(value)
+        if not batch.schema.equals(self.schema):
+            batch = self._conform(batch)
+        row = batch.select(self._plain).to_struct_array()[0].as_py()
+        for name in self._numeric:
+            row[name] = _numbers(batch.column(name))
+        return row
+
+    def _encode_any(self, row: Mapping[str, Any]) -> bytes:
+        """The stream of `row` through pyarrow, which converts what it can and says what it cannot."""
+        # One converter call for the whole row: pa.array per column costs four times as much.
+        array = pa.array([row], type=pa.struct(list(self.schema)))
+        batch = pa.RecordBatch.from_struct_array(array)
+        return self._one_row.head + batch.serialize().to_pybytes() + END_OF_STREAM
 
     @cached_property
-    def _schema_message(self) -> bytes:
-        return self.schema.serialize().to_pybytes()
+    def _one_row(self) -> OneRow:
+        return OneRow(self.schema)
 
     @cached_property
     def _numeric(self) -> list[str]:
-        return [f.name for f in self.schema if _is_numeric_list(f.type)]
+        return [f.name for f in self.schema if is_numeric_list(f.type)]
 
     @cached_property
     def _plain(self) -> list[str]:
-        return [f.name for f in self.schema if not _is_numeric_list(f.type)]
+        return [f.name for f in self.schema if not is_numeric_list(f.type)]
 
     @cached_property
     def _required(self) -> list[str]:
@@ -143,13 +162,6 @@ def version_headers(tag: str, policy_id: str, version_min: int, version_max: int
         (VERSION_MIN_HEADER, str(version_min).encode()),
         (VERSION_MAX_HEADER, str(version_max).encode()),
     ]
-
-
-def _is_numeric_list(type_: pa.DataType) -> bool:
-    if not pa.types.is_list(type_):
-        return False
-    item = type_.value_type
-    return pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
 
 
 def _numbers(column: pa.Array) -> np.ndarray | None:

@@ -7,6 +7,7 @@ are ordered, disjoint and cover exactly the sampled tokens; ids lie inside the v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from .codec import RecordType, member, require
+from .errors import InvalidMessageError
 
 
 class Split(StrEnum):
@@ -69,7 +71,7 @@ class Sampling:
     """`processed`: of the distribution that was sampled from; `raw`: before temperature and truncation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
     """One token sequence of one rollout."""
 
@@ -140,53 +142,60 @@ class Trajectory:
 def check_trajectory(t: Trajectory) -> None:
     """Raise InvalidMessageError where a trajectory breaks an invariant."""
     n = len(t.token_ids)
-    require(
-        len(t.loss_mask) == n and len(t.logprobs) == n,
-        "length_mismatch",
-        f"{n} token_ids, {len(t.loss_mask)} loss_mask, {len(t.logprobs)} logprobs",
-    )
+    if not (len(t.loss_mask) == n and len(t.logprobs) == n):
+        lengths = f"{n} token_ids, {len(t.loss_mask)} loss_mask, {len(t.logprobs)} logprobs"
+        raise InvalidMessageError("length_mismatch", lengths)
     require(bool(t.trajectory_id and t.rollout_id and t.group_id), "missing_id", "an id is empty")
-    require(t.group_size >= 1, "group_size", f"{t.group_size}")
-    require(
-        0 <= t.trajectory_index < t.trajectory_count,
-        "trajectory_index",
-        f"{t.trajectory_index} of {t.trajectory_count}",
-    )
+    if t.group_size < 1:
+        raise InvalidMessageError("group_size", f"{t.group_size}")
+    if not 0 <= t.trajectory_index < t.trajectory_count:
+        raise InvalidMessageError("trajectory_index", f"{t.trajectory_index} of {t.trajectory_count}")
+    sampled = np.asarray(t.loss_mask, bool).tobytes()
+    count = sampled.count(1)
     if t.status is TrajectoryStatus.COMPLETED:
         require(n > 0, "empty", "a completed trajectory without tokens")
-        require(bool(t.loss_mask.any()), "nothing_sampled", "no token was sampled")
+        require(count > 0, "nothing_sampled", "no token was sampled")
     if n:
         _check_ids(t)
         _check_logprobs(t)
-    _check_tiling("version_spans", [(s.start, s.end) for s in t.version_spans], t.loss_mask)
-    _check_tiling("turns", [(s.start, s.end) for s in t.turns], t.loss_mask)
-    require(all(s.version >= 0 for s in t.version_spans), "version_spans", "negative version")
+    _check_tiling("version_spans", [(s.start, s.end) for s in t.version_spans], sampled, count)
+    _check_tiling("turns", [(s.start, s.end) for s in t.turns], sampled, count)
+    for s in t.version_spans:
+        if s.version < 0:
+            raise InvalidMessageError("version_spans", "negative version")
 
 
 def _check_ids(t: Trajectory) -> None:
-    low, high = int(t.token_ids.min()), int(t.token_ids.max())
-    require(low >= 0, "token_out_of_range", f"id {low}")
-    if t.vocab_size is not None:
-        require(high < t.vocab_size, "token_out_of_range", f"id {high}, vocabulary {t.vocab_size}")
+    low, high = np.minimum.reduce(t.token_ids), np.maximum.reduce(t.token_ids)
+    if low < 0:
+        raise InvalidMessageError("token_out_of_range", f"id {low}")
+    if t.vocab_size is not None and high >= t.vocab_size:
+        raise InvalidMessageError("token_out_of_range", f"id {high}, vocabulary {t.vocab_size}")
 
 
 def _check_logprobs(t: Trajectory) -> None:
-    sampled = t.logprobs[t.loss_mask]
-    require(bool(np.isfinite(sampled).all()), "logprob_not_finite", "a sampled token's logprob is not finite")
-    require(bool((sampled <= 0.0).all()), "logprob_positive", f"largest is {sampled.max(initial=-1.0)}")
-    require(not t.logprobs[~t.loss_mask].any(), "logprob_unmasked", "a logprob outside the mask is not 0.0")
+    unmasked = t.logprobs[~t.loss_mask]
+    require(not np.logical_or.reduce(unmasked), "logprob_unmasked", "a logprob outside the mask is not 0.0")
+    # The rest is 0.0, so the extremes of the whole are those of the sampled tokens; a NaN is both of them.
+    low, high = np.minimum.reduce(t.logprobs), np.maximum.reduce(t.logprobs)
+    require(
+        math.isfinite(low) and math.isfinite(high),
+        "logprob_not_finite",
+        "a sampled token's logprob is not finite",
+    )
+    require(high <= 0.0, "logprob_positive", "a sampled token's logprob is above 0")
 
 
-def _check_tiling(what: str, spans: Sequence[tuple[int, int]], mask: np.ndarray) -> None:
-    covered = np.zeros(len(mask), dtype=bool)
-    position = 0
+def _check_tiling(what: str, spans: Sequence[tuple[int, int]], sampled: bytes, count: int) -> None:
+    """`sampled`: one byte a token, 1 where it was sampled; `count` of them are."""
+    position = covered = 0
     for start, end in spans:
-        require(
-            position <= start < end <= len(mask), what, f"[{start}, {end}) after {position} of {len(mask)}"
-        )
-        covered[start:end] = True
+        if not position <= start < end <= len(sampled):
+            raise InvalidMessageError(what, f"[{start}, {end}) after {position} of {len(sampled)}")
+        covered += sampled.count(1, start, end)
         position = end
-    require(bool(np.array_equal(covered, mask)), what, f"{what} do not tile the sampled tokens")
+    if not (covered == count == sum([end - start for start, end in spans])):
+        raise InvalidMessageError(what, f"{what} do not tile the sampled tokens")
 
 
 SPAN_TYPE = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
@@ -274,24 +283,32 @@ def _to_row(t: Trajectory) -> dict[str, Any]:
     }
 
 
+def _span_from_row(row: Mapping[str, Any] | None) -> VersionSpan:
+    if row is None or None in row.values():
+        raise InvalidMessageError("unexpected_null", "null inside version_spans")
+    return VersionSpan(**row)
+
+
+def _turn_from_row(row: Mapping[str, Any] | None) -> Turn:
+    if row is None or row["start"] is None or row["end"] is None or row["finish_reason"] is None:
+        raise InvalidMessageError("unexpected_null", "null inside turns")
+    return Turn(**row)
+
+
 def _from_row(row: Mapping[str, Any]) -> Trajectory:
-    for column in ("version_spans", "turns"):
-        for item in row[column]:
-            require(
-                item is not None and all(v is not None or k == "tool_calls" for k, v in item.items()),
-                "unexpected_null",
-                f"null inside {column}",
-            )
-    require(all(v is not None for v in row["sampling"].values()), "unexpected_null", "null inside sampling")
-    return Trajectory(
-        **{name: row[name] for name in _PLAIN},
+    sampling = row["sampling"]
+    require(None not in sampling.values(), "unexpected_null", "null inside sampling")
+    t = object.__new__(Trajectory)  # a frozen __init__ of 28 fields takes a sixth of the whole decoding
+    t.__dict__.update(row)
+    t.__dict__.update(
         split=member(Split, row["split"], "split"),
         status=member(TrajectoryStatus, row["status"], "status"),
-        version_spans=tuple(VersionSpan(**s) for s in row["version_spans"]),
-        turns=tuple(Turn(**u) for u in row["turns"]),
-        sampling=Sampling(**row["sampling"]),
+        version_spans=tuple([_span_from_row(s) for s in row["version_spans"]]),
+        turns=tuple([_turn_from_row(u) for u in row["turns"]]),
+        sampling=Sampling(**sampling),
         stamps=stamps_from_row(row["stamps"]),
     )
+    return t
 
 
 _STRUCTURED = {"split", "status", "version_spans", "turns", "sampling", "stamps"}
