@@ -122,7 +122,8 @@ class Advantage:
         tp = TP(self._topic, partition)
         # The end is asked of the broker now: a worker that was frozen wakes with an old one.
         end = (await self._app.consumer.highwaters(tp)).get(tp)
-        if end is None or state.next_offset < end or state.generation != self._app.consumer_generation_id:
+        at = self._app.consumer.past_holes(tp, state.next_offset)
+        if end is None or at < end or state.generation != self._app.consumer_generation_id:
             return
         for group in state.book.close_by_clock(now_ms):
             self._send(group)

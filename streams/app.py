@@ -14,6 +14,7 @@ from ..schemas.topics import SCORES, TRAJECTORIES, Topics
 from .advantage import TICK_SECONDS, Advantage
 from .blobs import BlobStore
 from .gate import VersionBook, VersionFollower
+from .holes import look_with
 from .kafka import MAX_REQUEST
 from .outbox import Outbox
 from .safe_faust import SafeTableManager, install
@@ -37,7 +38,7 @@ def create_app(config: Config) -> StreamsApp:
     """The app of one streams worker, not yet started. Raises ConfigError."""
     topics = Topics(config.run.namespace)
     app = StreamsApp(topics.group(ROLE), **_settings(config, topics))
-    install(app)
+    install(app, look_with(config.kafka))
     outbox = Outbox(app)
     app.follower = VersionFollower(config.kafka, topics, VersionBook())
     app.verify_stage = Verify(config, topics, outbox, BlobStore(config.store_uri))

@@ -44,6 +44,11 @@ samples_dropped = Counter(
 rereads = Counter(
     "headrace_rereads", "Times a partition was read again because a record was missing.", registry=REGISTRY
 )
+offsets_without_record = Counter(
+    "headrace_offsets_without_record",
+    "Offsets passed over because the broker has no record there: compaction, transactions.",
+    registry=REGISTRY,
+)
 records_expired = Counter(
     "headrace_records_expired", "Records that retention removed before they were read.", registry=REGISTRY
 )

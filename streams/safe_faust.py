@@ -5,12 +5,16 @@ jump in offsets for a hole in the topic, and it commits past what it has not see
 partition is due next (the gate); nothing above it passes before it, no jump is explained away, nothing is
 committed before the start of a partition is known, and a head that got lost is read again.
 
-It holds for topics without holes: not compacted, not written by transactions.
+Faust's own account of it: faust#216 (mended for apps without tables only), #378, #596, #606. What it cannot do
+even so: a recovery of tables may wait for ever (#176, #155, #651), which the watchdog ends; exactly_once repeats
+records under read_committed, so we do without it. Real holes (compaction, transactions) are told from lost
+records by asking the broker afresh: holes.py. That is slow, meant for the foreign writer and not for each record.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -23,8 +27,11 @@ from faust.tables.manager import TableManager
 from faust.tables.recovery import Recovery
 from faust.transport.drivers.aiokafka import Consumer
 from faust.types import TP
+from kafka.errors import KafkaError
 
+from ..schemas.errors import BrokerError
 from . import metrics
+from .holes import Hole, HoleBook, Look
 from .paced_fetch import PacedConsumerThread
 
 logger = logging.getLogger(__name__)
@@ -34,11 +41,16 @@ YIELD_EVERY = 50
 HEAD_MISSING_SECONDS = 2.0
 MAX_HEAD_MISSING_SECONDS = 8.0
 """A head that stays away is asked for again at growing distance, so that a full queue can drain."""
+MAX_LOOK_SECONDS = 30.0
+"""Nothing readable before the end, at growing distance: an open transaction of somebody else may take long."""
 
 
-def install(app: faust.App) -> None:
-    """Make `app` use the safe consumer; before it starts. Its TableManager is set when the app is made."""
-    app.transport.Consumer = SafeConsumer
+def install(app: faust.App, look: Look | None = None) -> None:
+    """Make `app` use the safe consumer; before it starts. Its TableManager is set when the app is made.
+
+    `look` asks the broker for holes (holes.look_with); without it the topics must not have any.
+    """
+    app.transport.Consumer = functools.partial(SafeConsumer, look=look)
 
 
 class SafeRecovery(Recovery):
@@ -80,7 +92,11 @@ class _Missing:
 class SafeConsumer(Consumer):
     """Whole and in order, or not at all."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, look: Look | None = None, **kwargs: Any) -> None:
+        self._look = look
+        self._holes: dict[TP, HoleBook] = {}
+        self._idle: dict[TP, _Missing] = {}
+        """Partitions with nothing to read before their end."""
         self._due: dict[TP, int] = {}
         """Per input partition the one offset that may be delivered next."""
         self._missing: dict[TP, _Missing] = {}
@@ -94,6 +110,11 @@ class SafeConsumer(Consumer):
         """Per assigned input partition the committed offset, as this process knows it. Any thread."""
         return {tp: self._committed_offset.get(tp) for tp in self._inputs(self.assignment())}
 
+    def past_holes(self, tp: TP, offset: int) -> int:
+        """`offset`, or the end of the known hole that it lies in. Any thread."""
+        book = self._holes.get(tp)
+        return offset if book is None else book.past(offset)
+
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, Any]]:  # noqa: ASYNC109
         """Messages in the order of their offsets: what comes early is sought back to, what comes again is skipped."""
         sought: set[TP] = set()
@@ -105,11 +126,14 @@ class SafeConsumer(Consumer):
             if due is None or message.offset < due or tp in sought:
                 continue
             if message.offset > due:
-                sought.add(tp)
-                logger.info("a jump in %s: due=%d came=%d", tp, due, message.offset)
-                await self._seek_if_assigned(tp, due)
-                continue
-            self._due[tp] = due + 1
+                past = await self._passed(tp, due, message.offset)
+                if past != message.offset:
+                    sought.add(tp)
+                    if past is not None:
+                        logger.info("a jump in %s: due=%d came=%d", tp, past, message.offset)
+                        await self._seek_if_assigned(tp, past)
+                    continue
+            self._due[tp] = message.offset + 1
             yield tp, message
 
     async def _drain_messages(self, fetcher: Any) -> None:
@@ -158,17 +182,72 @@ class SafeConsumer(Consumer):
         if self.flow_active and not self.app.rebalancing and not self.should_stop:
             for tp in self._long_missing(time.monotonic()):
                 await self._reread(tp)
+            if self._look is not None:
+                for tp in self._long_idle(time.monotonic()):
+                    await self._passed(tp, self._due[tp], None)
+        for tp, book in self._holes.items():
+            book.forget_below(self._committed_offset.get(tp) or 0)
         return did_commit
 
     async def _add_gap(self, tp: TP, offset_from: int, offset_to: int) -> None:
-        """A jump is a race, never a hole: these topics have none."""
+        """A jump is no proof of a hole: the broker is asked instead."""
 
     def _new_offset(self, tp: TP) -> int | None:
         """What may be committed: only what follows the committed offset without a cut."""
         committed, acked = self._committed_offset.get(tp), self._acked.get(tp)
-        if committed is None or not acked or min(acked) > committed:
+        if committed is None:
             return None
-        return super()._new_offset(tp)
+        past = self.past_holes(tp, committed)
+        if past > committed:
+            return past
+        if not acked or min(acked) > committed:
+            return None
+        new = super()._new_offset(tp)
+        return None if new is None else self.past_holes(tp, new)
+
+    async def _passed(self, tp: TP, due: int, came: int | None) -> int | None:
+        """The offset after the holes that `due` lies before, once it is due; None when the partition went away.
+
+        `came`: the offset in hand, which may be known to come next; None when nothing came.
+        """
+        past = self.past_holes(tp, due)
+        if past == due and self._look is not None:
+            holes = await self._ask(tp, due)
+            if self._due.get(tp) != due:
+                return None
+            if holes:
+                self._acked[tp]  # makes Faust ask for what may be committed
+                self._holes.setdefault(tp, HoleBook()).add(holes)
+                past = self.past_holes(tp, due)
+        if past > due:
+            if came is None or past > came:
+                logger.info("%s: nothing to read from %d to %d", tp, due, past - 1)
+            metrics.offsets_without_record.inc(past - due)
+            self._due[tp] = past
+        return past
+
+    async def _ask(self, tp: TP, offset: int) -> list[Hole]:
+        assert self._look is not None
+        try:
+            return await asyncio.to_thread(self._look, tp.topic, tp.partition, offset)
+        except (BrokerError, KafkaError) as e:
+            logger.warning("%s: no answer what follows offset %d: %s", tp, offset, e)
+            return []
+
+    def _long_idle(self, now: float) -> list[TP]:
+        """Partitions that say there is more, and give nothing."""
+        found = []
+        for tp in self._inputs(self.assignment()):
+            due = self._due.get(tp)
+            known = self._idle.get(tp)
+            if due is None or due >= (self.highwater(tp) or 0) or self._would_block(tp):
+                self._idle.pop(tp, None)
+            elif known is None or known.offset != due:
+                self._idle[tp] = _Missing(due, now)
+            elif now - known.since >= known.patience:
+                known.since, known.patience = now, min(2 * known.patience, MAX_LOOK_SECONDS)
+                found.append(tp)
+        return found
 
     def _new_consumer_thread(self) -> PacedConsumerThread:
         return PacedConsumerThread(self, loop=self.loop, beacon=self.beacon)
@@ -180,6 +259,8 @@ class SafeConsumer(Consumer):
         for tp in tps:
             self._due.pop(tp, None)
             self._missing.pop(tp, None)
+            self._idle.pop(tp, None)
+            self._holes.pop(tp, None)
 
     async def _seek_if_assigned(self, tp: TP, offset: int) -> None:
         try:
@@ -234,7 +315,7 @@ class SafeConsumer(Consumer):
         committed, acked = self._committed_offset.get(tp), self._acked.get(tp)
         if committed is None or tp not in self._due:
             return -1
-        if not acked or min(acked) <= committed:
+        if not acked or min(acked) <= committed or self.past_holes(tp, committed) > committed:
             return None
         at_work = any(m.tp == tp and m.offset == committed for m in list(self._unacked_messages))
         return None if at_work else committed

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import faust
 from aiokafka.errors import IllegalStateError
 from faust.exceptions import ConsumerNotStarted
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 15.0
 REBALANCE_SECONDS = 60.0
 """A rebalance, or the first assignment, that takes longer is a stall."""
+RECOVERY_SECONDS = 30.0
+"""A table's recovery that takes no record in this time is a stall (faust#176, #155, #651)."""
 
 Ends = Callable[[list[tuple[str, int]]], dict[tuple[str, int], int]]
 
@@ -84,7 +87,31 @@ async def _stop(app: StreamsApp) -> None:
 
 def readings_of(app: StreamsApp, config: Config, ends: Ends) -> dict[str, Reading]:
     """How far the worker is, for the watchdog. Called from its thread."""
-    limit = config.streams.watchdog_seconds
+    slow = config.verify.timeout_seconds if app.verify_stage.running else 0.0
+    return readings_of_consumer(
+        app,
+        config.streams.watchdog_seconds,
+        ends,
+        slow_s=slow,
+        taken_of=Topics(config.run.namespace).name(SCORES),
+        taken=app.advantage_stage.taken,
+    )
+
+
+def readings_of_consumer(
+    app: faust.App,
+    limit_s: float,
+    ends: Ends,
+    *,
+    slow_s: float = 0.0,
+    taken_of: str | None = None,
+    taken: Callable[[], dict[int, int]] = dict,
+) -> dict[str, Reading]:
+    """Readings of any app with the safe consumer: assignment, rebalance, table recovery, every partition.
+
+    Where open groups hold commits back, in the topic `taken_of`, the offsets that were `taken` count, by
+    partition; elsewhere the committed ones, `slow_s` later.
+    """
     readings = {
         "the first assignment": Reading(0, app._assignment is None, REBALANCE_SECONDS),
         "a rebalance": Reading(app.rebalancing_count, app.rebalancing, REBALANCE_SECONDS),
@@ -93,15 +120,18 @@ def readings_of(app: StreamsApp, config: Config, ends: Ends) -> dict[str, Readin
         positions: dict[Any, int | None] = app.consumer.committed()
     except (ConsumerNotStarted, IllegalStateError):
         return readings
-    scores = Topics(config.run.namespace).name(SCORES)
-    taken = app.advantage_stage.taken()
-    slow = config.verify.timeout_seconds if app.verify_stage.running else 0.0
+    recovery = app.tables.recovery
+    if recovery.in_recovery:  # the input waits for it
+        recovered = sum(offset or 0 for offset in list(recovery.active_offsets.values()))
+        return readings | {"the recovery of tables": Reading(recovered, True, RECOVERY_SECONDS)}
     end_of = ends([(tp.topic, tp.partition) for tp in positions]) if positions else {}
+    of_partition = taken()
     for tp, committed in positions.items():
-        end = end_of[tp.topic, tp.partition]
-        if tp.topic == scores:  # open groups hold commits back: what was taken counts
-            position = taken.get(tp.partition, committed)
-            readings[f"{tp.topic}-{tp.partition}"] = Reading(position, (position or 0) < end, limit)
-        else:
-            readings[f"{tp.topic}-{tp.partition}"] = Reading(committed, (committed or 0) < end, limit + slow)
+        position, limit = committed, limit_s + slow_s
+        if tp.topic == taken_of:
+            position, limit = of_partition.get(tp.partition, committed), limit_s
+            if position is not None:
+                position = app.consumer.past_holes(tp, position)
+        behind = (position or 0) < end_of[tp.topic, tp.partition]
+        readings[f"{tp.topic}-{tp.partition}"] = Reading(position, behind, limit)
     return readings
