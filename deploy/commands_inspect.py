@@ -86,20 +86,21 @@ def status(
     run_dir: RunDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Where every stage is: position, lag in records, oldest age, version."""
+    """Where every stage is: position, lag in records, oldest age, version; restarts of a local run's roles."""
     from ..streams.status import snapshot
+    from .restart_file import read_restarts
 
     loaded = load_running(config, run_dir, sets or ())
     require_reachable(loaded)
-    found = snapshot(loaded)
+    found, restarts = snapshot(loaded), read_restarts(loaded.run.dir)
     if as_json:
-        print_json(found.as_json())
+        print_json(found.as_json() | {"restarts": restarts})
         return
     from rich.console import Console
 
     from .view import status_view
 
-    Console().print(status_view(found))
+    Console().print(status_view(found, restarts))
 
 
 def top(
@@ -115,15 +116,16 @@ def top(
 
     from ..streams.status import snapshot
     from .interrupts import Interrupted, Interrupts
+    from .restart_file import read_restarts
     from .view import status_view
 
     loaded = load_running(config, run_dir, sets or ())
     require_reachable(loaded)
     with Interrupts():
         try:
-            with Live(status_view(snapshot(loaded)), auto_refresh=False, screen=False) as live:
+            with Live(status_view(snapshot(loaded), read_restarts(loaded.run.dir)), auto_refresh=False, screen=False) as live:
                 while True:
-                    live.update(status_view(snapshot(loaded)), refresh=True)
+                    live.update(status_view(snapshot(loaded), read_restarts(loaded.run.dir)), refresh=True)
                     time.sleep(every)
         except Interrupted:
             raise typer.Exit from None

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 OK = 0
 CONFIG = 2
 FENCED = 3
 WATCHDOG = 70
 """Exit statuses of roles. CONFIG and FENCED cannot be mended by a restart; WATCHDOG asks for one at once."""
+
+
+class RestartCause(StrEnum):
+    """Why a role was started again; also a label of headrace_role_restarts."""
+
+    STALLED = "stalled"
+    """It ended itself because nothing moved."""
+    KILLED = "killed"
+    CRASHED = "crashed"
+
+
+def cause_of(status: int) -> RestartCause:
+    """From an exit status; negative is a signal."""
+    if status == WATCHDOG:
+        return RestartCause.STALLED
+    return RestartCause.KILLED if status < 0 else RestartCause.CRASHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +50,14 @@ class RestartState:
     """The restarts of one role."""
 
     rule: RestartRule
-    total: int = 0
+    causes: Counter[RestartCause] = field(default_factory=Counter)
     _in_a_row: int = 0
     _recent: deque[float] = field(default_factory=deque)
+
+    @property
+    def total(self) -> int:
+        """Restarts of any cause."""
+        return self.causes.total()
 
     def delay_after(self, status: int, *, now: float, lived_s: float) -> float | None:
         """Seconds to wait before the restart of a role that ended with `status` after `lived_s`; None: give up."""
@@ -48,7 +70,7 @@ class RestartState:
             return None
         self._in_a_row += 1
         self._recent.append(now)
-        self.total += 1
+        self.causes[cause_of(status)] += 1
         if status == WATCHDOG:
             return 0.0
         return min(self.rule.max_delay_s, self.rule.first_delay_s * 2 ** (self._in_a_row - 1))

@@ -2,7 +2,8 @@
 
 config.json   the whole configuration, as its processes got it      logs/      one file a process
 broker/       the local broker's data                               blobs/     the local object store
-model/        version 0 of the demo                                 summary.json, plot.png    at the end
+model/        version 0 of the demo                                 restarts.json  by role and cause
+summary.json, plot.png    at the end
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TextIO
 
 from ..schemas.config import Config
 from ..schemas.errors import ConfigError
+from .restart_file import RESTARTS_FILE
 from .settings import RUN_FILE
 
 LOCK = "lock"
@@ -28,6 +30,7 @@ OURS = (
     "checkpoints",
     "faust",
     "model",
+    RESTARTS_FILE,
     "summary.json",
     "plot.png",
     LOCK,

@@ -21,6 +21,7 @@ from ..streams.kafka import closing, create_topics, make_consumer, make_producer
 from .broker.launcher import Broker, choose_kind, start_broker
 from .broker.limits import LIMITS, BrokerLimits
 from .processes import tail
+from .restart_file import write_restarts
 from .settings import RUN_FILE
 from .supervisor import RoleSpec, Supervisor
 from .tasks import publish_tasks
@@ -50,12 +51,13 @@ class Stack:
         self.run_dir = plan.config.run.dir.resolve()
         run = plan.config.run.model_copy(update={"dir": self.run_dir})
         self.config = plan.config.model_copy(update={"run": run})
-        self.supervisor = Supervisor()
+        self.supervisor = Supervisor(on_restart=lambda counts: write_restarts(self.run_dir, counts))
         self.broker: Broker | None = None
 
     def start(self) -> None:
         """Start everything; returns when all roles have been started, which is before they are ready."""
         limits = self._limits()
+        write_restarts(self.run_dir, {})
         if self._plan.prepare is not None:
             self._start(PREPARE, list(self._plan.prepare), finishes=True)
         self._connect()

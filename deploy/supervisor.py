@@ -7,6 +7,7 @@ where there is no time for one (kill -9) the kernel kills them.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..schemas.errors import HeadraceError
+from ..streams.metrics import RESTARTS_VARIABLE
 from .processes import signal_group, spawn, tail
 from .restarts import CONFIG, FENCED, OK, RestartRule, RestartState
 
@@ -76,8 +78,14 @@ class Supervisor:
     """A set of roles."""
 
     def __init__(
-        self, *, rule: RestartRule | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        rule: RestartRule | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_restart: Callable[[Mapping[str, Mapping[str, int]]], object] = lambda counts: None,
     ) -> None:
+        """`on_restart` is told the restarts of every role that had any, by cause, after each."""
+        self._on_restart = on_restart
         self._rule = rule or RestartRule()
         self._clock = clock
         self._roles: dict[str, Role] = {}
@@ -90,7 +98,7 @@ class Supervisor:
 
     def start(self, spec: RoleSpec) -> None:
         """Start a role."""
-        self._roles[spec.name] = Role(spec, RestartState(self._rule), _spawn(spec), self._clock())
+        self._roles[spec.name] = Role(spec, RestartState(self._rule), _spawn(spec, ""), self._clock())
 
     def finished(self, name: str) -> bool:
         """True once a role that may end has ended well."""
@@ -101,7 +109,7 @@ class Supervisor:
         now = self._clock()
         for role in self._roles.values():
             if role.state is RoleState.WAITING and now >= role.due:
-                role.process, role.started = _spawn(role.spec), now
+                role.process, role.started = _spawn(role.spec, _causes_text(role)), now
                 role.state = RoleState.RUNNING
             elif role.state is RoleState.RUNNING and (status := role.process.poll()) is not None:
                 self._ended(role, status, now)
@@ -125,6 +133,13 @@ class Supervisor:
             _last_line(role.spec.log),
         )
         role.state, role.due = RoleState.WAITING, now + delay
+        self._on_restart(
+            {
+                name: {cause.value: n for cause, n in r.restarts.causes.items()}
+                for name, r in self._roles.items()
+                if r.restarts.total
+            }
+        )
 
     def stop(self, *, hurry: Callable[[], bool] = lambda: False) -> None:
         """Stop all roles, earlier ones first; `hurry()` turning true kills whatever is left. Idempotent."""
@@ -153,8 +168,13 @@ class Supervisor:
                 role.state = RoleState.FINISHED if done else RoleState.STOPPED
 
 
-def _spawn(spec: RoleSpec) -> subprocess.Popen[bytes]:
-    return spawn(spec.argv, log=spec.log, env=spec.env)
+def _spawn(spec: RoleSpec, restarts: str) -> subprocess.Popen[bytes]:
+    env = dict(os.environ if spec.env is None else spec.env)
+    return spawn(spec.argv, log=spec.log, env=env | {RESTARTS_VARIABLE: restarts})
+
+
+def _causes_text(role: Role) -> str:
+    return ",".join(f"{cause}={n}" for cause, n in role.restarts.causes.items())
 
 
 def _last_line(log: Path) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 from ..schemas.engine import EngineState, EngineStatus
 from ..streams.status import Status
 from .history import History
+from .restart_file import Counts, restarts_text
 from .supervisor import Role
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -103,8 +104,8 @@ def progress_line(history: History, *, seconds: float) -> str:
     )
 
 
-def status_view(status: Status) -> RenderableType:
-    """`headrace status` for people."""
+def status_view(status: Status, restarts: Counts | None = None) -> RenderableType:
+    """`headrace status` for people; `restarts` of the roles, where the run is on this machine."""
     stages = Table(
         "stage", "position", "lag", "oldest", "version", box=None, pad_edge=False, header_style="bold"
     )
@@ -142,6 +143,8 @@ def status_view(status: Status) -> RenderableType:
     ]
     if status.metrics:
         parts += ["", "  ".join(f"{k} {v:.4g}" for k, v in status.metrics.items())]
+    if restarts:
+        parts += ["", "restarts", *(Text(f"  {line}", style="yellow") for line in restarts_text(restarts))]
     if status.dead_letters:
         parts += ["", Text(f"{status.dead_letters} dead letters: headrace deadletters ls", style="yellow")]
     return Group(*parts)

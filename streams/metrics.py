@@ -7,6 +7,7 @@ words. Counters with a closed label set exist at 0 from the start.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from wsgiref.simple_server import WSGIServer
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 REGISTRY = CollectorRegistry()
 
 DROP_REASONS = ("stale", "void", "eval", "late", "zero_variance", "truncated", "duplicate", "payload")
+RESTART_CAUSES = ("stalled", "killed", "crashed")
+RESTARTS_VARIABLE = "HEADRACE_RESTARTS"
+"""The environment variable by which a supervisor tells a role its restarts: `stalled=1,killed=2`."""
 VERSION_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 # every process
@@ -29,6 +33,12 @@ dead_letters = Counter(
     "headrace_dead_letters", "Records that a stage could not use.", ["stage"], registry=REGISTRY
 )
 role_up = Gauge("headrace_role_up", "1 while the role's main loop runs.", ["role"], registry=REGISTRY)
+role_restarts = Counter(
+    "headrace_role_restarts",
+    "Times the supervisor has started this role again, by why it had ended.",
+    ["cause"],
+    registry=REGISTRY,
+)
 
 # streams
 scores = Counter("headrace_scores", "Scores by the verifier's status.", ["status"], registry=REGISTRY)
@@ -132,6 +142,8 @@ def _start_at_zero() -> None:
         samples_dropped.labels(reason=reason)
     for status in ("scored", "failed", "void"):
         scores.labels(status=status)
+    for cause in RESTART_CAUSES:
+        role_restarts.labels(cause=cause)
     for cause in ("complete", "deadline"):
         groups_closed.labels(cause=cause)
     for status in ("completed", "aborted"):
@@ -148,8 +160,19 @@ def _start_at_zero() -> None:
 _start_at_zero()
 
 
+def note_restarts(text: str) -> None:
+    """Count the restarts in `text`, as in RESTARTS_VARIABLE: they outlive the process that they ended."""
+    for item in filter(None, text.split(",")):
+        cause, _, count = item.partition("=")
+        if cause in RESTART_CAUSES and count.isdigit():
+            role_restarts.labels(cause=cause).inc(int(count))
+        else:
+            logger.warning("%s: %r is not one of %s=N", RESTARTS_VARIABLE, item, "/".join(RESTART_CAUSES))
+
+
 def serve(host: str, port: int) -> tuple[WSGIServer, int]:
     """Serve /metrics in a thread; returns the server and its port (the one chosen, when `port` is 0)."""
+    note_restarts(os.environ.get(RESTARTS_VARIABLE, ""))
     try:
         server, _ = start_http_server(port, addr=host, registry=REGISTRY)
     except (OSError, socket.gaierror) as e:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.restarts import CONFIG, FENCED, WATCHDOG, RestartRule, RestartState
+from headrace.deploy.restart_file import read_restarts, restarts_text, write_restarts
+from headrace.deploy.restarts import CONFIG, FENCED, WATCHDOG, RestartCause, RestartRule, RestartState
 from headrace.deploy.supervisor import RoleFailedError, RoleSpec, RoleState, Supervisor
+from headrace.streams import metrics
 
 QUICK = RestartRule(first_delay_s=0.01, limit=3)
 
@@ -259,3 +261,42 @@ def test_what_was_spawned_when_an_interruption_came_is_stopped(here: Path) -> No
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
+
+
+def test_restarts_are_counted_by_cause_and_told_to_the_role_that_is_started_anew(here: Path) -> None:
+    told: list[object] = []
+    supervisor = Supervisor(rule=QUICK, on_restart=lambda counts: told.append(counts))
+    supervisor.start(
+        role(
+            here,
+            "streams-0",
+            """
+            import os, signal, sys, time
+            known = os.environ["HEADRACE_RESTARTS"]
+            open("known", "a").write(known + ";")
+            if not known: sys.exit(70)
+            if known == "stalled=1": os.kill(os.getpid(), signal.SIGKILL)
+            if known == "stalled=1,killed=1": sys.exit(1)
+            time.sleep(60)
+            """,
+        )
+    )
+    known = here / "known"
+    wanted = ";stalled=1;stalled=1,killed=1;stalled=1,killed=1,crashed=1;"
+    run_until(supervisor, lambda: known.exists() and known.read_text() == wanted)
+    supervisor.stop()
+    counts = {"streams-0": {"stalled": 1, "killed": 1, "crashed": 1}}
+    assert told[-1] == counts
+    write_restarts(here, counts)
+    assert read_restarts(here) == counts
+    assert restarts_text(read_restarts(here)) == ["streams-0: 3 (stalled 1, killed 1, crashed 1)"]
+
+
+def test_a_role_exports_the_restarts_that_its_supervisor_counted() -> None:
+    def value(cause: str) -> float:
+        return metrics.role_restarts.labels(cause=cause)._value.get()
+
+    before = {c: value(c) for c in metrics.RESTART_CAUSES}
+    metrics.note_restarts("stalled=2,killed=1,nonsense=3")
+    assert [value(c) - before[c] for c in ("stalled", "killed", "crashed")] == [2, 1, 0]
+    assert set(metrics.RESTART_CAUSES) == {c.value for c in RestartCause}
