@@ -1,0 +1,91 @@
+"""`headrace bench`: figures of speed and size, and what survives being killed."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import BootstrapOption, JsonOption, KafkaHomeOption, print_json
+
+PANEL = "Look"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the group."""
+    bench = typer.Typer(
+        help="Measure: speeds beside a yardstick of the same run.", no_args_is_help=True, add_completion=False
+    )
+    bench.command()(streams)
+    app.add_typer(bench, name="bench", rich_help_panel=PANEL)
+
+
+def streams(
+    records: Annotated[int, typer.Option(min=1000, help="Rollouts in a run.")] = 24_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind; medians count.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of the last run.")] = 3,
+    partitions: Annotated[int, typer.Option(min=1)] = 6,
+    memory: Annotated[
+        int, typer.Option(min=0, help="Instead: resident set over this many scores, such as 1000000.")
+    ] = 0,
+    bootstrap: BootstrapOption = None,
+    kafka_home: KafkaHomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The processors' throughput beside a bare pass-through of the same records, and the decoder's."""
+    from .bench.decoding import decode_mb_s
+    from .bench.streams import Bench, Load
+
+    load = Load(records=records, rounds=rounds, partitions=partitions)
+    with _broker(bootstrap, kafka_home) as (kafka, title, one_worker), _folder() as folder:
+        _say(f"broker: {title}")
+        bench = Bench(kafka, folder, load, _say)
+        if memory:
+            found = bench.memory(total=memory, every=max(1000, memory // 10))
+        else:
+            found = {**bench.run(workers=1 if one_worker else workers), **decode_mb_s()}
+        found["broker"] = title
+    _show(found, as_json)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _broker(bootstrap: str | None, kafka_home: Path | None) -> Iterator[tuple[Any, str, bool]]:
+    """Where the bench runs: (configuration, what it is, whether one worker is all it takes)."""
+    from ..schemas.config import KafkaConfig
+    from .broker.launcher import choose_kind, start_broker
+
+    if bootstrap is not None:
+        yield KafkaConfig(bootstrap=bootstrap), f"the Kafka at {bootstrap}", False
+        return
+    kind, home = choose_kind(KafkaConfig(kafka_home=kafka_home))
+    with _folder() as folder, start_broker(kind, folder, home) as broker:
+        yield broker.config, broker.limits.title, broker.limits.max_workers == 1
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", box=None)
+    for name, value in found.items():
+        table.add_row(
+            name, "-" if value is None else f"{value:,}" if isinstance(value, int | float) else str(value)
+        )
+    Console(soft_wrap=True).print(table)
