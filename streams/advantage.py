@@ -143,7 +143,8 @@ class Advantage:
             self._topic,
             message.partition,
             message.offset,
-            since_ms=int(message.timestamp * 1000) - self._span_ms,
+            at_ms=int(message.timestamp * 1000),
+            span_ms=self._span_ms,
             recall=state.book.recall,
         )
         if generation != self._app.consumer_generation_id:

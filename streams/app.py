@@ -11,8 +11,10 @@ import faust
 from ..schemas.config import Config, KafkaConfig
 from ..schemas.errors import ConfigError
 from ..schemas.topics import SCORES, TRAJECTORIES, Topics
+from . import metrics
 from .advantage import TICK_SECONDS, Advantage
 from .blobs import BlobStore
+from .broker_clock import BrokerClock
 from .gate import VersionBook, VersionFollower
 from .holes import look_with
 from .kafka import MAX_REQUEST
@@ -32,6 +34,7 @@ class StreamsApp(faust.App):
     verify_stage: Verify
     advantage_stage: Advantage
     follower: VersionFollower
+    clock: BrokerClock
 
 
 def create_app(config: Config) -> StreamsApp:
@@ -40,6 +43,7 @@ def create_app(config: Config) -> StreamsApp:
     app = StreamsApp(topics.group(ROLE), **_settings(config, topics))
     install(app, look_with(config.kafka))
     outbox = Outbox(app)
+    app.clock = outbox.clock
     app.follower = VersionFollower(config.kafka, topics, VersionBook())
     app.verify_stage = Verify(config, topics, outbox, BlobStore(config.store_uri))
     app.advantage_stage = Advantage(config, topics, outbox, app, app.follower)
@@ -61,7 +65,8 @@ def _add_agents(app: StreamsApp, topics: Topics) -> None:
 
     @app.timer(interval=TICK_SECONDS)
     async def close_groups() -> None:
-        await app.advantage_stage.tick(int(time.time() * 1000))
+        metrics.clock_skew_seconds.set(-app.clock.ahead_ms / 1000)
+        await app.advantage_stage.tick(app.clock.at(int(time.time() * 1000)))
 
 
 def _settings(config: Config, topics: Topics) -> dict[str, Any]:

@@ -62,6 +62,13 @@ offsets_without_record = Counter(
 records_expired = Counter(
     "headrace_records_expired", "Records that retention removed before they were read.", registry=REGISTRY
 )
+feedback_pending = Gauge("headrace_feedback_pending", "Rollouts that wait for outcomes.", registry=REGISTRY)
+feedback_outcomes = Counter(
+    "headrace_feedback_outcomes", "Outcome events by what became of them.", ["fate"], registry=REGISTRY
+)
+feedback_settled = Counter(
+    "headrace_feedback_settled", "Scores that waited, by what settled them.", ["cause"], registry=REGISTRY
+)
 
 # rollout worker
 rollouts = Counter("headrace_rollouts", "Rollouts by how they ended.", ["status"], registry=REGISTRY)
@@ -74,7 +81,7 @@ rollouts_forgotten = Counter(
     "headrace_rollouts_forgotten", "Rollouts whose fate nobody told in time.", registry=REGISTRY
 )
 clock_skew_seconds = Gauge(
-    "headrace_clock_skew_seconds", "This producer's clock minus the broker's.", registry=REGISTRY
+    "headrace_clock_skew_seconds", "This process's clock minus the broker's.", registry=REGISTRY
 )
 
 # engine
@@ -144,6 +151,10 @@ def _start_at_zero() -> None:
         scores.labels(status=status)
     for cause in RESTART_CAUSES:
         role_restarts.labels(cause=cause)
+    for fate in ("taken", "duplicate", "late", "unknown"):
+        feedback_outcomes.labels(fate=fate)
+    for cause in ("outcomes", "default", "void"):
+        feedback_settled.labels(cause=cause)
     for cause in ("complete", "deadline"):
         groups_closed.labels(cause=cause)
     for status in ("completed", "aborted"):
@@ -152,7 +163,7 @@ def _start_at_zero() -> None:
         engine_updates.labels(result=result)
     for phase in ("update", "stall"):
         phase_seconds.labels(phase=phase)
-    for stage in ("rollout", "verify", "advantage", "trainer", "engine"):
+    for stage in ("rollout", "verify", "feedback", "advantage", "trainer", "engine"):
         dead_letters.labels(stage=stage)
         stage_records.labels(stage=stage)
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import faust
 
 from ..schemas.codec import Headers
+from .broker_clock import BrokerClock
 
 logger = logging.getLogger(__name__)
+
+LOG_APPEND_TIME = 1
+"""The timestamp type of topics where the broker's clock counts."""
 
 
 class Outbox:
@@ -25,18 +30,25 @@ class Outbox:
         self._app = app
         self._room = asyncio.Semaphore(window)
         """Bounds what is on its way, so that a slow broker slows the agents down."""
+        self.clock = BrokerClock()
         self._known: set[str] = set()
         self._crashing: asyncio.Task[None] | None = None
 
     async def send(
-        self, topic: str, key: bytes | None, value: bytes | None, headers: Headers
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers,
+        *,
+        partition: int | None = None,
     ) -> asyncio.Future[Any]:
         """Hand a record to the producer; the future is its delivery."""
         if topic not in self._known:
             await self._keep_known(topic)
         await self._room.acquire()
         try:
-            future = await self._app.producer.send(topic, key, value, None, None, headers)
+            future = await self._app.producer.send(topic, key, value, partition, None, headers)
         except BaseException:
             self._room.release()
             raise
@@ -80,3 +92,5 @@ class Outbox:
         self._room.release()
         if not future.cancelled() and (error := future.exception()) is not None:
             self.fail(error)
+        elif not future.cancelled() and future.result().timestamp_type == LOG_APPEND_TIME:
+            self.clock.note(appended_ms=future.result().timestamp, now_ms=int(time.time() * 1000))

@@ -59,7 +59,9 @@ class Load:
             self._one()
 
     def flush(self) -> None:
-        """Send every late one, then wait until all are acknowledged."""
+        """Fill the last group and send every late one, then wait until all are acknowledged."""
+        while self._number % GROUP:
+            self._one()
         while self._late:
             time.sleep(max(0.0, self._late[0][0] - time.monotonic()))
             self._put(self._late.pop(0)[1])
