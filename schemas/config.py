@@ -148,11 +148,54 @@ class VerifyConfig(Section):
     concurrency: Annotated[int, Field(ge=1)] = 64
 
 
+class FeedbackConfig(Section):
+    """Outcomes that come after the rollout (`headrace feedback send`); see streams/feedback_book.py for the rules."""
+
+    enabled: bool = False
+    """A score waits for outcomes; naming `signals` switches it on too."""
+    signals: list[str] = []
+    """Names to wait for; empty: those in `weights`, or without any the signal `reward`."""
+    weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """What one unit of a signal adds to the reward; 1 for a signal that is waited for and not named here."""
+    reward_weight: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Of the verifier's own reward; 0: the verifier is not asked."""
+    settle: Literal["first", "window"] = "first"
+    """first: `grace_seconds` after all signals are there; window: at its end, so that later contradictions count."""
+    grace_seconds: Annotated[float, Field(ge=0)] = 0.0
+    window_seconds: Annotated[float, Field(ge=1, le=6 * 86400)] = 3600.0
+    """From the append of the trajectory; below the 7 days for which trajectories are kept. A group of more than one
+    stays open, and holds back the commits of its partition, until its last member has settled."""
+    default: Annotated[float, Field(allow_inf_nan=False)] | Literal["void"] = "void"
+    """When no signal came: what is added in their place, or a void score with the reason `no_feedback`."""
+
+    @property
+    def on(self) -> bool:
+        """Whether scores wait."""
+        return self.enabled or bool(self.signals)
+
+    @property
+    def extension_ms(self) -> int:
+        """How much later than without feedback a group closes: the window, and an hour for a worker that was away."""
+        return int(self.window_seconds * 1000) + 3_600_000 if self.on else 0
+
+
 class AdvantageConfig(Section):
-    estimator: Literal["rloo", "grpo", "dr_grpo"] = "rloo"
+    estimator: Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "ema"] = "rloo"
+    """reinforce_pp, reinforce_pp_baseline and ema use the last `window` rewards too, so that lone rollouts
+    (rollout.group_size 1, traffic) have a signal."""
+    window: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Rollouts per policy and partition whose rewards make the baseline beyond the group."""
+    ema_decay: Annotated[float, Field(gt=0, le=1)] = 0.99
+    """Weight of a reward relative to the next newer one."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of later turns' rewards, where the reward is per turn."""
     drop_zero_variance: bool = False
     """Drop the samples of a group whose rewards are all equal, after their advantage is computed."""
     drop_truncated: bool = False
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Drop longer trajectories as over_long, after their advantage is computed."""
+    max_tokens_of: Literal["total", "sampled"] = "total"
+    """Which tokens max_tokens counts: all, or the sampled ones."""
 
 
 class StalenessConfig(Section):
@@ -225,6 +268,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     verify: VerifyConfig = VerifyConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -24,13 +24,14 @@ from ..schemas.sample import SAMPLE, Fate, Sample, sample_headers
 from ..schemas.score import SCORE, Score
 from ..schemas.topics import SAMPLES, SCORES, Topics, checked_name
 from . import metrics
+from .baselines import RECALL_FACTOR, Baselines
 from .deadletters import DeadLetters, headers_of
 from .fates import FateRule, fates_of, late_fate
-from .gate import VersionBook, VersionFollower
+from .gate import VersionBook, VersionFollower, observe_lag
 from .groups import CLOCK_GRACE_MS, REMEMBER_MS, ClosedGroup, GroupBook, Verdict
 from .kafka import create_topics
 from .outbox import Outbox
-from .recall import recall_before
+from .recall import observe_before, recall_before
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class PartitionState:
     """What is known of one partition, in one generation."""
 
     generation: int
+    baselines: Baselines
     book: GroupBook[Any] = field(default_factory=GroupBook)
     next_offset: int = 0
     """Offset after the last record taken."""
@@ -57,7 +59,7 @@ class Advantage:
         self._config, self._topics, self._outbox, self._app = config, topics, outbox, app
         self._rule = FateRule.of(config.advantage, config.staleness)
         self._topic = topics.name(SCORES)
-        self._span_ms = int(config.rollout.group_seconds * 1000) + REMEMBER_MS
+        self._span_ms = int(config.rollout.group_seconds * 1000) + REMEMBER_MS + config.feedback.extension_ms
         self._versions: VersionBook = follower.book
         self._follower = follower
         self._dead_letters = DeadLetters(outbox, topics, STAGE)
@@ -100,8 +102,11 @@ class Advantage:
             return
         at_ms = int(event.message.timestamp * 1000)
         verdict, closed = state.book.add(score, offset=event.message.offset, at_ms=at_ms, handle=event)
+        if verdict is Verdict.MEMBER:
+            state.baselines.open(score.group_id, score.policy_id)
+        state.baselines.observe(score, event.message.offset)
         for group in closed:
-            self._send(group)
+            self._send(group, state)
         if verdict is Verdict.LATE:
             await self._send_late(score, event)
         elif verdict is Verdict.DUPLICATE:
@@ -126,7 +131,7 @@ class Advantage:
         if end is None or at < end or state.generation != self._app.consumer_generation_id:
             return
         for group in state.book.close_by_clock(now_ms):
-            self._send(group)
+            self._send(group, state)
 
     async def _state_of(self, message: Any) -> PartitionState | None:
         """The partition's state, built where it is new; None for a message of another generation."""
@@ -136,7 +141,7 @@ class Advantage:
         state = self._partitions.get(message.partition)
         if state is not None and state.generation == generation:
             return state
-        state = PartitionState(generation)
+        state = PartitionState(generation, Baselines(self._rule.window))
         count = await asyncio.to_thread(
             recall_before,
             self._config.kafka,
@@ -147,6 +152,16 @@ class Advantage:
             span_ms=self._span_ms,
             recall=state.book.recall,
         )
+        if self._rule.window:
+            await asyncio.to_thread(
+                observe_before,
+                self._config.kafka,
+                self._topic,
+                message.partition,
+                message.offset,
+                offsets=self._rule.window * RECALL_FACTOR,
+                observe=state.baselines.observe,
+            )
         if generation != self._app.consumer_generation_id:
             return None
         logger.info(
@@ -167,10 +182,13 @@ class Advantage:
         await asyncio.to_thread(self._follower.follow, policy_id)
         self._policies.add(policy_id)
 
-    def _send(self, group: ClosedGroup[Any]) -> None:
+    def _send(self, group: ClosedGroup[Any], state: PartitionState) -> None:
         self._undelivered[group.group_id] += 1
         metrics.groups_closed.labels(cause=group.cause.value).inc()
-        samples = fates_of(group, self._rule, self._versions.current, int(time.time() * 1000))
+        history = state.baselines.close(group.group_id)
+        samples = fates_of(group, self._rule, self._versions.current, int(time.time() * 1000), history)
+        for entry in group.entries:
+            observe_lag(entry.score, self._versions.current(entry.score.policy_id))
         events = [entry.handle for entry in group.entries]
         task = asyncio.get_running_loop().create_task(self._deliver(group.group_id, samples, events))
         self._sending.add(task)

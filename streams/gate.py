@@ -15,6 +15,7 @@ from ..schemas.errors import InvalidMessageError
 from ..schemas.score import Score
 from ..schemas.topics import WEIGHTS, Topics
 from ..schemas.weights import WEIGHTS as WEIGHTS_RECORD
+from . import metrics
 from .kafka import make_consumer, partitions_of
 from .staleness import is_stale, lag_of
 
@@ -34,6 +35,14 @@ def is_too_stale(score: Score, current_version: int | None, max_lag: int) -> boo
     current = score.version_max if current_version is None else current_version
     lag = lag_of(current_version=current, version_min=score.version_min, version_max=score.version_max)
     return is_stale(lag, max_lag)
+
+
+def observe_lag(score: Score, current_version: int | None) -> None:
+    """Put the lag of a score at the gate into the histograms."""
+    current = score.version_max if current_version is None else current_version
+    lag = lag_of(current_version=current, version_min=score.version_min, version_max=score.version_max)
+    metrics.gate_in_flight.observe(lag.in_flight)
+    metrics.gate_in_queue.observe(lag.in_queue)
 
 
 class VersionBook:

@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 REGISTRY = CollectorRegistry()
 
-DROP_REASONS = ("stale", "void", "eval", "late", "zero_variance", "truncated", "duplicate", "payload")
+DROP_REASONS = (
+    *("stale", "void", "eval", "late", "zero_variance", "truncated", "over_long"),
+    *("duplicate", "payload"),
+)
 RESTART_CAUSES = ("stalled", "killed", "crashed")
 RESTARTS_VARIABLE = "HEADRACE_RESTARTS"
 """The environment variable by which a supervisor tells a role its restarts: `stalled=1,killed=2`."""
@@ -68,6 +71,19 @@ feedback_outcomes = Counter(
 )
 feedback_settled = Counter(
     "headrace_feedback_settled", "Scores that waited, by what settled them.", ["cause"], registry=REGISTRY
+)
+
+gate_in_flight = Histogram(
+    "headrace_gate_staleness_in_flight_versions",
+    "Lag of scores at the gate: the part that arose while sampling.",
+    buckets=VERSION_BUCKETS,
+    registry=REGISTRY,
+)
+gate_in_queue = Histogram(
+    "headrace_gate_staleness_in_queue_versions",
+    "Lag of scores at the gate: the part that arose while waiting.",
+    buckets=VERSION_BUCKETS,
+    registry=REGISTRY,
 )
 
 # rollout worker

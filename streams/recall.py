@@ -7,6 +7,7 @@ say, not this worker's configuration: the further out the deadlines that are fou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from kafka import TopicPartition
 from ..schemas.codec import header
 from ..schemas.config import KafkaConfig
 from ..schemas.errors import BrokerError, InvalidMessageError
-from ..schemas.score import SCORE
+from ..schemas.score import SCORE, Score
 from .groups import REMEMBER_MS
 from .kafka import closing, make_consumer
 from .verdicts import MAX_GROUP_MS
@@ -29,6 +30,8 @@ READ_SECONDS = 60.0
 
 Recall = Callable[[str, str, int], None]
 """(group_id, trajectory_id, deadline_ms), as GroupBook.recall takes them."""
+Observe = Callable[[Score, int], None]
+"""(score, offset), as Baselines.observe takes them."""
 
 
 def recall_before(
@@ -95,3 +98,24 @@ def _note(record: Any, recall: Recall) -> int:
         return 0  # it became a dead letter when it was read
     recall(score.group_id, score.trajectory_id, score.group_deadline_ms)
     return score.group_deadline_ms
+
+
+def observe_before(
+    config: KafkaConfig, topic: str, partition: int, offset: int, *, offsets: int, observe: Observe
+) -> None:
+    """Call `observe` for the scores in the `offsets` offsets below `offset`, in order. Raises BrokerError."""
+    tp = TopicPartition(topic, partition)
+    with closing(make_consumer(config, client_id="headrace-history")) as consumer:
+        consumer.assign([tp])
+        start = max(offset - offsets, int(consumer.beginning_offsets([tp])[tp]))
+        if start >= offset:
+            return
+        consumer.seek(tp, start)
+        give_up = time.monotonic() + READ_SECONDS
+        while consumer.position(tp) < offset:
+            if time.monotonic() > give_up:
+                raise BrokerError(f"{tp.topic}-{tp.partition} cannot be read up to offset {offset}")
+            for record in consumer.poll(timeout_ms=200).get(tp, ()):
+                if record.offset < offset:
+                    with contextlib.suppress(InvalidMessageError):  # it became a dead letter when it was read
+                        observe(SCORE.decode(record.value, record.headers), record.offset)

@@ -206,7 +206,9 @@ def test_filters_come_after_the_advantage_and_shift_nobody() -> None:
     log.add(a_score("d", 1.0, version_min=3, version_max=7))
     found = fates(log.closed[0], version=7, drop_truncated=True)
     assert [s.reason for s in found] == ["truncated", "stale", "eval", None]
-    assert [s.advantage for s in found] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert found[2].advantage is None
+    assert [s.advantage for s in found if s.advantage is not None] == pytest.approx([0.5, -1.0, 0.5])
+    assert found[0].group_mean == pytest.approx(2 / 3), "an evaluation enters no baseline"
 
 
 def test_zero_variance_groups_are_dropped_only_on_demand() -> None:
