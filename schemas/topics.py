@@ -40,7 +40,7 @@ _APPEND_TIME = {"message.timestamp.type": "LogAppendTime"}
 """The broker's clock decides: groups close by it, and producers measure their own against it."""
 
 TRAJECTORIES = TopicSpec(topic="trajectories", configs=_bulk(7, 4) | _APPEND_TIME)
-FEEDBACK = TopicSpec(topic="feedback", configs=_bulk(14, 1))
+FEEDBACK = TopicSpec(topic="feedback", configs=_bulk(14, 1) | _APPEND_TIME)
 SCORES = TopicSpec(topic="scores", configs=_bulk(7, 1) | _APPEND_TIME)
 SAMPLES = TopicSpec(topic="samples", per_policy=True, configs=_bulk(7, 1))
 WEIGHTS = TopicSpec(
@@ -86,3 +86,7 @@ class Topics:
     def group(self, role: str, policy_id: str | None = None) -> str:
         """Consumer group id of a role."""
         return f"{self.namespace}.{role}" if policy_id is None else f"{self.namespace}.{role}.{policy_id}"
+
+    def changelog(self, role: str, table: str) -> str:
+        """The changelog of a role's table, named as Faust wants it."""
+        return f"{self.group(role)}-{table}-changelog"

@@ -10,11 +10,13 @@ import faust
 
 from ..schemas.config import Config, KafkaConfig
 from ..schemas.errors import ConfigError
-from ..schemas.topics import SCORES, TRAJECTORIES, Topics
+from ..schemas.topics import FEEDBACK, SCORES, TRAJECTORIES, Topics
 from . import metrics
 from .advantage import TICK_SECONDS, Advantage
 from .blobs import BlobStore
 from .broker_clock import BrokerClock
+from .feedback import TICK_SECONDS as FEEDBACK_TICK_SECONDS
+from .feedback import FeedbackJoin
 from .gate import VersionBook, VersionFollower
 from .holes import look_with
 from .kafka import MAX_REQUEST
@@ -29,10 +31,12 @@ BUFFERED_RECORDS = 512
 
 
 class StreamsApp(faust.App):
-    """A Faust app with the two stages beside it."""
+    """A Faust app with its stages beside it."""
 
     verify_stage: Verify
     advantage_stage: Advantage
+    feedback_join: FeedbackJoin | None = None
+    """None where no score waits for outcomes."""
     follower: VersionFollower
     clock: BrokerClock
 
@@ -45,7 +49,9 @@ def create_app(config: Config) -> StreamsApp:
     outbox = Outbox(app)
     app.clock = outbox.clock
     app.follower = VersionFollower(config.kafka, topics, VersionBook())
-    app.verify_stage = Verify(config, topics, outbox, BlobStore(config.store_uri))
+    if config.feedback.on:
+        app.feedback_join = FeedbackJoin(config.feedback, topics, outbox, app)
+    app.verify_stage = Verify(config, topics, outbox, BlobStore(config.store_uri), join=app.feedback_join)
     app.advantage_stage = Advantage(config, topics, outbox, app, app.follower)
     _add_agents(app, topics)
     return app
@@ -62,6 +68,16 @@ def _add_agents(app: StreamsApp, topics: Topics) -> None:
     @app.agent(raw(topics.name(SCORES)), name="advantage")
     async def advantage(stream: Any) -> None:
         await app.advantage_stage.run(stream)
+
+    if (join := app.feedback_join) is not None:
+
+        @app.agent(raw(topics.name(FEEDBACK)), name="feedback")
+        async def feedback(stream: Any) -> None:
+            await join.run(stream)
+
+        @app.timer(interval=FEEDBACK_TICK_SECONDS)
+        async def settle() -> None:
+            await join.tick(int(time.time() * 1000))
 
     @app.timer(interval=TICK_SECONDS)
     async def close_groups() -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..schemas.codec import TRACE_HEADER, Headers, header, version_headers
 from ..schemas.config import Config
 from ..schemas.errors import BlobError, InvalidMessageError, RewardError
-from ..schemas.score import SCORE, Ref, Score
+from ..schemas.score import SCORE, Ref, Score, ScoreStatus
 from ..schemas.topics import SCORES, Topics
 from ..schemas.trajectory import TRAJECTORY, Trajectory
 from . import metrics
@@ -26,6 +26,9 @@ from .outbox import Outbox
 from .rewards.base import view_of
 from .rewards.runner import RewardRunner
 from .verdicts import Outcome, RewardBook, check_deadline, outcome_of, score_of, void_of
+
+if TYPE_CHECKING:
+    from .feedback import FeedbackJoin
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,19 @@ STORE_TRIES = 5
 class Verify:
     """Scores the records of `trajectories`."""
 
-    def __init__(self, config: Config, topics: Topics, outbox: Outbox, store: BlobStore) -> None:
-        """Raises ConfigError when the configured reward cannot be loaded."""
+    def __init__(
+        self,
+        config: Config,
+        topics: Topics,
+        outbox: Outbox,
+        store: BlobStore,
+        *,
+        join: FeedbackJoin | None = None,
+    ) -> None:
+        """With `join`, scores wait there for outcomes. Raises ConfigError when the configured reward cannot be loaded."""
+        self._join = join
+        self._unasked = join is not None and config.feedback.reward_weight == 0
+        """The reward is what outcomes say alone."""
         self._rewards = RewardBook(config.verify)
         self._runner = RewardRunner(
             concurrency=config.verify.concurrency, timeout_s=config.verify.timeout_seconds
@@ -99,6 +113,8 @@ class Verify:
         void = void_of(trajectory)
         if void is not None:
             return void
+        if self._unasked:
+            return Outcome(ScoreStatus.SCORED, 0.0)
         try:
             reward, args = self._rewards.find(trajectory)
             if not reward.inline:
@@ -155,10 +171,17 @@ class Verify:
     async def _publish(self, event: Any, trajectory: Trajectory, outcome: Outcome, headers: Headers) -> None:
         message = event.message
         score = score_of(trajectory, outcome, Ref(message.partition, message.offset), int(time.time() * 1000))
+        if self._join is not None:
+            score = self._join.extended(score)
         try:
             value = SCORE.encode(score)
         except InvalidMessageError as e:
             await self._reject(event, e)
+            return
+        if self._join is not None and score.status is not ScoreStatus.VOID:
+            kept = await self._join.keep(event, score, headers)
+            if kept is not None:
+                self._done_after(event, kept)
             return
         metrics.scores.labels(status=outcome.status.value).inc()
         sent = await self._outbox.send(

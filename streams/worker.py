@@ -17,6 +17,7 @@ from ..schemas.config import Config
 from ..schemas.topics import SCORES, Topics
 from . import metrics
 from .app import ROLE, StreamsApp, create_app
+from .feedback_topics import prepare_feedback_topics
 from .kafka import create_topics
 from .watchdog import Reading, WatchdogThread
 
@@ -34,6 +35,8 @@ Ends = Callable[[list[tuple[str, int]]], dict[tuple[str, int], int]]
 def main(config: Config) -> int:
     """Run until SIGTERM or SIGINT (0), a failure (1), or a stall (70). Raises ConfigError, BrokerError."""
     create_topics(config.kafka, Topics(config.run.namespace), [config.policy.id])
+    if config.feedback.on:
+        prepare_feedback_topics(config.kafka, Topics(config.run.namespace))
     _, port = metrics.serve(config.metrics.host, config.metrics.port)
     logger.info("metrics at port=%d", port)
     return asyncio.run(_serve(config))
