@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .row_columns import Body, Column, LayoutError, View, column_of
+from .row_columns import Body, Column, column_of
+from .row_reader import LayoutError, reader_of
 
 __all__ = ["END_OF_STREAM", "LayoutError", "OneRow"]
 
@@ -41,6 +42,7 @@ class OneRow:
         self._nodes = struct.Struct(f"<{2 * nodes}q")
         self._buffer_numbers = 2 * buffers
         self._buffers = struct.Struct(f"<{2 * buffers}q")
+        self._read = reader_of(self._columns)
         self._template = _Template.of(schema, nodes, buffers)
 
     def write(self, row: Mapping[str, Any]) -> bytes:
@@ -69,9 +71,9 @@ class OneRow:
             raise LayoutError("not one batch to the end")
         _check_bounds(np.frombuffer(value, "<i8", self._buffer_numbers, start + at.buffers), size)
         buffers = self._buffers.unpack_from(value, start + at.buffers)
-        view = View(value, base, self._nodes.unpack_from(value, start + at.nodes), buffers)
+        nodes = self._nodes.unpack_from(value, start + at.nodes)
         try:
-            return {name: column.read_one(view) for name, column in self._columns}
+            return self._read(value, base, nodes, buffers)
         except (struct.error, UnicodeDecodeError) as e:
             raise LayoutError(str(e)) from None
 

@@ -1,32 +1,13 @@
-"""Columns of a record batch as bytes: one class per kind of Arrow type, compiled to the places of its node and buffers.
-
-Reading checks what `validate(full=True)` checks (lengths, null counts, offsets, UTF-8) and refuses, with
-LayoutError, what this module would not have written.
-"""
+"""Columns of a record batch as bytes: one class per kind of Arrow type, with the places of its node and buffers."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-
-
-class LayoutError(Exception):
-    """Not the layout that is written here: ask pyarrow."""
-
-
-class View(NamedTuple):
-    """A batch to read: its bytes, where its body starts, its nodes and buffers as flat (a, b) pairs."""
-
-    value: bytes
-    base: int
-    nodes: tuple[int, ...]
-    buffers: tuple[int, ...]
 
 
 class Body:
@@ -83,51 +64,6 @@ class Column:
         """Append the one `value`."""
         self.write(body, [value])
 
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        """`count` values. Raises LayoutError."""
-        raise NotImplementedError
-
-    def read_one(self, view: View) -> Any:
-        """The one value."""
-        return self.read(view, 1)[0]
-
-    def _is_null(self, view: View) -> bool:
-        """Whether the one value is null."""
-        at = self.node
-        if view.nodes[at] != 1:
-            raise LayoutError("other count")
-        nulls, bitmap = view.nodes[at + 1], view.buffers[self.buffer + 1]
-        if not nulls and not bitmap:
-            return False
-        if nulls != 1 or not bitmap or view.value[view.base + view.buffers[self.buffer]] & 1:
-            raise LayoutError("other null count")
-        return True
-
-    def _valid(self, view: View, count: int) -> list[int] | None:
-        """1 for a value, 0 for a null; None when there are no nulls."""
-        length, nulls = view.nodes[self.node], view.nodes[self.node + 1]
-        bitmap = view.buffers[self.buffer + 1]
-        if length != count or (not nulls and bitmap):
-            raise LayoutError("other count")
-        if not nulls:
-            return None
-        if nulls < 0:
-            raise LayoutError("unknown null count")
-        if bitmap < (count + 7) >> 3:
-            raise LayoutError("short bitmap")
-        start = view.base + view.buffers[self.buffer]
-        valid = [view.value[start + (i >> 3)] >> (i & 7) & 1 for i in range(count)]
-        if count - sum(valid) != nulls:
-            raise LayoutError("other null count")
-        return valid
-
-    def _start(self, view: View, buffer: int, size: int) -> int:
-        """Where this column's buffer number `buffer` starts; it must hold `size` bytes."""
-        at = self.buffer + 2 * buffer
-        if view.buffers[at + 1] < size:
-            raise LayoutError("short buffer")
-        return view.base + view.buffers[at]
-
 
 class Numbers(Column):
     """int32, int64, uint64 or float64."""
@@ -136,38 +72,18 @@ class Numbers(Column):
 
     def __init__(self, node: int, buffer: int, code: str) -> None:
         super().__init__(node, buffer)
-        self._code, self._one, self._size = code, struct.Struct(f"<{code}"), struct.calcsize(f"<{code}")
-        self._padded = struct.Struct(f"<{code}{8 - self._size}x")
+        self.code, self.size = code, struct.calcsize(f"<{code}")
+        self._padded = struct.Struct(f"<{code}{8 - self.size}x")
 
     def write(self, body: Body, values: Sequence[Any]) -> None:
         body.node(values)
-        body.add(struct.pack(f"<{len(values)}{self._code}", *[0 if v is None else v for v in values]))
+        body.add(struct.pack(f"<{len(values)}{self.code}", *[0 if v is None else v for v in values]))
 
     def write_one(self, body: Body, value: Any) -> None:
         body.node_of(value)
-        body.buffers += (body.size, self._size)
+        body.buffers += (body.size, self.size)
         body.parts.append(self._padded.pack(0 if value is None else value))
         body.size += 8
-
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        value, base, nodes, buffers = view
-        at, node = self.buffer, self.node
-        if buffers[at + 3] < count * self._size:
-            raise LayoutError("short buffer")
-        found = _many(count, self._code).unpack_from(value, base + buffers[at + 2])
-        if nodes[node] == count and not nodes[node + 1] and not buffers[at + 1]:
-            return found
-        return _masked(found, self._valid(view, count))
-
-    def read_one(self, view: View) -> Any:
-        value, base, nodes, buffers = view
-        at, node = self.buffer, self.node
-        if buffers[at + 3] < self._size:
-            raise LayoutError("short buffer")
-        found = self._one.unpack_from(value, base + buffers[at + 2])[0]
-        if nodes[node] == 1 and not nodes[node + 1] and not buffers[at + 1]:
-            return found
-        return None if self._is_null(view) else found
 
 
 class Booleans(Column):
@@ -180,11 +96,6 @@ class Booleans(Column):
             raise TypeError("not a bool")
         body.node(values)
         body.add(_bits([bool(v) for v in values]))
-
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        valid = self._valid(view, count)
-        start = self._start(view, 1, (count + 7) >> 3)
-        return _masked([bool(view.value[start + (i >> 3)] >> (i & 7) & 1) for i in range(count)], valid)
 
 
 class Strings(Column):
@@ -204,70 +115,27 @@ class Strings(Column):
         body.add(_PAIR.pack(0, len(data)))
         body.add(data)
 
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        if count == 1:
-            return (self.read_one(view),)
-        value, base, nodes, buffers = view
-        at, node = self.buffer, self.node
-        offsets = _read_offsets(view, self._start(view, 1, 4 * (count + 1)), count)
-        if buffers[at + 5] < offsets[-1]:
-            raise LayoutError("short buffer")
-        start = base + buffers[at + 4]
-        found = []
-        for i in range(count):
-            found.append(value[start + offsets[i] : start + offsets[i + 1]].decode())
-        if nodes[node] == count and not nodes[node + 1] and not buffers[at + 1]:
-            return found
-        return _masked(found, self._valid(view, count))
-
-    def read_one(self, view: View) -> Any:
-        value, base, nodes, buffers = view
-        at, node = self.buffer, self.node
-        if buffers[at + 3] < 8:
-            raise LayoutError("short buffer")
-        first, end = _PAIR.unpack_from(value, base + buffers[at + 2])
-        if first or not 0 <= end <= buffers[at + 5]:
-            raise LayoutError("other offsets")
-        start = base + buffers[at + 4]
-        text = value[start : start + end].decode()
-        if nodes[node] == 1 and not nodes[node + 1] and not buffers[at + 1]:
-            return text
-        return None if self._is_null(view) else text
-
 
 class Structs(Column):
     """struct; a value is a dict."""
 
     def __init__(self, node: int, buffer: int, type_: pa.StructType) -> None:
         super().__init__(node, buffer)
-        self._children: list[tuple[str, Column]] = []
+        self.children: list[tuple[str, Column]] = []
         for field in type_:
             child = column_of(field.type, self.next_node, self.next_buffer, inner=True)
-            self._children.append((field.name, child))
+            self.children.append((field.name, child))
             self.next_node, self.next_buffer = child.next_node, child.next_buffer
-        self._names = [name for name, _ in self._children]
 
     def write(self, body: Body, values: Sequence[Any]) -> None:
         body.node(values)
-        for name, child in self._children:
+        for name, child in self.children:
             child.write(body, [None if v is None else v.get(name) for v in values])
 
     def write_one(self, body: Body, value: Any) -> None:
         body.node_of(value)
-        for name, child in self._children:
+        for name, child in self.children:
             child.write_one(body, None if value is None else value.get(name))
-
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        if count == 1:
-            return (self.read_one(view),)
-        columns = [child.read(view, count) for _, child in self._children]
-        names = self._names
-        found = [dict(zip(names, row)) for row in zip(*columns)]  # noqa: B905
-        return _masked(found, self._valid(view, count))
-
-    def read_one(self, view: View) -> Any:
-        found = {name: child.read_one(view) for name, child in self._children}
-        return None if self._is_null(view) else found
 
 
 class Lists(Column):
@@ -277,35 +145,20 @@ class Lists(Column):
 
     def __init__(self, node: int, buffer: int, item: pa.DataType) -> None:
         super().__init__(node, buffer)
-        self._item = column_of(item, self.next_node, self.next_buffer, inner=True)
-        self.next_node, self.next_buffer = self._item.next_node, self._item.next_buffer
+        self.item = column_of(item, self.next_node, self.next_buffer, inner=True)
+        self.next_node, self.next_buffer = self.item.next_node, self.item.next_buffer
 
     def write(self, body: Body, values: Sequence[Any]) -> None:
         body.node(values)
         lists = [() if v is None else v for v in values]
         body.add(_offsets([len(v) for v in lists]))
-        self._item.write(body, [x for v in lists for x in v])
+        self.item.write(body, [x for v in lists for x in v])
 
     def write_one(self, body: Body, value: Any) -> None:
         body.node_of(value)
         items = [] if value is None else list(value)
         body.add(_PAIR.pack(0, len(items)))
-        self._item.write(body, items)
-
-    def read(self, view: View, count: int) -> Sequence[Any]:
-        valid = self._valid(view, count)
-        offsets = _read_offsets(view, self._start(view, 1, 4 * (count + 1)), count)
-        if view.nodes[self._item.node] != offsets[-1]:
-            raise LayoutError("other child length")
-        items = self._item.read(view, offsets[-1])
-        return _masked([items[a:b] for a, b in pairwise(offsets)], valid)
-
-    def read_one(self, view: View) -> Any:
-        first, count = _PAIR.unpack_from(view.value, self._start(view, 1, 8))
-        if first or count < 0 or view.nodes[self._item.node] != count:
-            raise LayoutError("other offsets")
-        items = list(self._item.read(view, count))
-        return None if self._is_null(view) else items
+        self.item.write(body, items)
 
 
 class NumberLists(Column):
@@ -315,34 +168,20 @@ class NumberLists(Column):
 
     def __init__(self, node: int, buffer: int, item: pa.DataType) -> None:
         super().__init__(node, buffer)
-        self._dtype = np.dtype(item.to_pandas_dtype())
-        self._is_bool = pa.types.is_boolean(item)
-        self._item = Numbers(self.next_node, self.next_buffer, "b")  # for its places only
-        self.next_node, self.next_buffer = self._item.next_node, self._item.next_buffer
+        self.dtype = np.dtype(item.to_pandas_dtype())
+        self.is_bool = pa.types.is_boolean(item)
+        self.item = Numbers(self.next_node, self.next_buffer, "b")  # for its places only
+        self.next_node, self.next_buffer = self.item.next_node, self.item.next_buffer
 
     def write_one(self, body: Body, value: Any) -> None:
-        array = np.empty(0, self._dtype) if value is None else np.asarray(value)
-        if array.ndim != 1 or (array.dtype != self._dtype and array.size):
-            raise TypeError(f"{array.dtype} in a list of {self._dtype}")
+        array = np.empty(0, self.dtype) if value is None else np.asarray(value)
+        if array.ndim != 1 or (array.dtype != self.dtype and array.size):
+            raise TypeError(f"{array.dtype} in a list of {self.dtype}")
         body.node_of(value)
         body.add(_PAIR.pack(0, len(array)))
         body.nodes += (len(array), 0)
         body.add(b"")
-        body.add(np.packbits(array, bitorder="little").tobytes() if self._is_bool else array.tobytes())
-
-    def read_one(self, view: View) -> np.ndarray | None:
-        first, count = _PAIR.unpack_from(view.value, self._start(view, 1, 8))
-        if first or count < 0 or self._item._valid(view, count) is not None:
-            raise LayoutError("other offsets, or nulls inside")
-        if self._is_bool:
-            at = self._item._start(view, 1, (count + 7) >> 3)
-            packed = np.frombuffer(view.value, np.uint8, (count + 7) >> 3, at)
-            array = np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
-            array.flags.writeable = False
-        else:
-            at = self._item._start(view, 1, count * self._dtype.itemsize)
-            array = np.frombuffer(view.value, self._dtype, count, at)
-        return None if self._is_null(view) else array
+        body.add(np.packbits(array, bitorder="little").tobytes() if self.is_bool else array.tobytes())
 
 
 _PAIR = struct.Struct("<ii")
@@ -373,11 +212,6 @@ def is_numeric_list(type_: pa.DataType) -> bool:
     return pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
 
 
-@lru_cache(maxsize=1024)
-def _many(count: int, code: str) -> struct.Struct:
-    return struct.Struct(f"<{count}{code}")
-
-
 def _bits(flags: Sequence[bool]) -> bytes:
     if len(flags) == 1:
         return b"\1" if flags[0] else b"\0"
@@ -393,16 +227,3 @@ def _offsets(lengths: Sequence[int]) -> bytes:
         end += length
         offsets.append(end)
     return struct.pack(f"<{len(offsets)}i", *offsets)
-
-
-def _read_offsets(view: View, start: int, count: int) -> tuple[int, ...]:
-    offsets: tuple[int, ...] = _many(count + 1, "i").unpack_from(view.value, start)
-    if offsets[0] or list(offsets) != sorted(offsets):
-        raise LayoutError("other offsets")
-    return offsets
-
-
-def _masked(values: Sequence[Any], valid: list[int] | None) -> Sequence[Any]:
-    if valid is None:
-        return values
-    return [v if ok else None for v, ok in zip(values, valid, strict=True)]

@@ -151,7 +151,7 @@ def check_trajectory(t: Trajectory) -> None:
     if not 0 <= t.trajectory_index < t.trajectory_count:
         raise InvalidMessageError("trajectory_index", f"{t.trajectory_index} of {t.trajectory_count}")
     sampled = np.asarray(t.loss_mask, bool).tobytes()
-    count = sampled.count(1)
+    count = sampled.count(1)  # of a bytes object: a tenth of the time of a numpy reduction
     if t.status is TrajectoryStatus.COMPLETED:
         require(n > 0, "empty", "a completed trajectory without tokens")
         require(count > 0, "nothing_sampled", "no token was sampled")
@@ -255,9 +255,8 @@ def stamps_from_row(value: list[dict[str, Any]] | None) -> tuple[tuple[str, int]
     """The inverse; a stamp without hop or time is an InvalidMessageError."""
     stamps = []
     for s in value or ():
-        require(
-            s is not None and s["hop"] is not None and s["at_ms"] is not None, "stamps", "null in a stamp"
-        )
+        if s is None or None in s.values():
+            raise InvalidMessageError("stamps", "null in a stamp")
         stamps.append((s["hop"], s["at_ms"]))
     return tuple(stamps)
 
@@ -299,15 +298,14 @@ def _from_row(row: Mapping[str, Any]) -> Trajectory:
     sampling = row["sampling"]
     require(None not in sampling.values(), "unexpected_null", "null inside sampling")
     t = object.__new__(Trajectory)  # a frozen __init__ of 28 fields takes a sixth of the whole decoding
-    t.__dict__.update(row)
-    t.__dict__.update(
-        split=member(Split, row["split"], "split"),
-        status=member(TrajectoryStatus, row["status"], "status"),
-        version_spans=tuple([_span_from_row(s) for s in row["version_spans"]]),
-        turns=tuple([_turn_from_row(u) for u in row["turns"]]),
-        sampling=Sampling(**sampling),
-        stamps=stamps_from_row(row["stamps"]),
-    )
+    fields = t.__dict__
+    fields.update(row)
+    fields["split"] = member(Split, row["split"], "split")
+    fields["status"] = member(TrajectoryStatus, row["status"], "status")
+    fields["version_spans"] = tuple([_span_from_row(s) for s in row["version_spans"]])
+    fields["turns"] = tuple([_turn_from_row(u) for u in row["turns"]])
+    fields["sampling"] = Sampling(**sampling)
+    fields["stamps"] = stamps_from_row(row["stamps"])
     return t
 
 
