@@ -156,8 +156,10 @@ class SafeConsumer(Consumer):
 
     def _would_block(self, tp: TP) -> bool:
         """Handing over a message would wait: it must be given up when the flow stops meanwhile."""
-        channels = self.app.topics._tp_index.get(tp, ())
-        return not self.app.flow_control.is_active() or any(c.queue.full() for c in channels)
+        return not self.app.flow_control.is_active() or self._is_full(tp)
+
+    def _is_full(self, tp: TP) -> bool:
+        return any(c.queue.full() for c in self.app.topics._tp_index.get(tp, ()))
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Nothing is due any more."""
@@ -240,7 +242,7 @@ class SafeConsumer(Consumer):
         for tp in self._inputs(self.assignment()):
             due = self._due.get(tp)
             known = self._idle.get(tp)
-            if due is None or due >= (self.highwater(tp) or 0) or self._would_block(tp):
+            if due is None or due >= (self.highwater(tp) or 0) or self._is_full(tp):
                 self._idle.pop(tp, None)
             elif known is None or known.offset != due:
                 self._idle[tp] = _Missing(due, now)

@@ -49,6 +49,8 @@ class Load:
     producer: Any
     sent: set[str] = field(default_factory=set)
     _number: int = 0
+    _deadline_ms: int = 0
+    """Of the group in hand, where it is a short one: all members of a group carry the same."""
     _late: list[tuple[float, Any]] = field(default_factory=list)
 
     def send(self, count: int) -> None:
@@ -73,7 +75,9 @@ class Load:
         kind = group % ABSENT_EVERY
         deadline: dict[str, Any] = {}
         if kind in (0, 1):
-            deadline = {"group_deadline_ms": int(time.time() * 1000) + SHORT_MS}
+            if i == 0:
+                self._deadline_ms = int(time.time() * 1000) + SHORT_MS
+            deadline = {"group_deadline_ms": self._deadline_ms}
         t = a_trajectory(
             f"{group}-{i}", group=f"g{group}", size=GROUP, answer=f"8{5 if i % 2 else 4}$", **deadline
         )
