@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import commands_letters
 from .options import ConfigOption, JsonOption, RunDirOption, SetOption, print_json
 from .settings import load, load_running, require_reachable
 
@@ -19,7 +20,7 @@ def add_to(app: typer.Typer) -> None:
     topics.command("ls")(topics_ls)
     app.add_typer(topics, name="topics", rich_help_panel=PANEL)
     letters = typer.Typer(no_args_is_help=True, help="Records that no stage could use.")
-    letters.command("ls")(deadletters_ls)
+    commands_letters.add_to(letters)
     app.add_typer(letters, name="deadletters", rich_help_panel=PANEL)
     for command in (status, top, doctor):
         app.command(rich_help_panel=PANEL)(command)
@@ -58,26 +59,6 @@ def topics_ls(
         ["topic", "partitions", "records", "kept from"],
         [[t.name, t.partitions, t.records if t.exists else "missing", t.first_offset] for t in found],
     )
-
-
-def deadletters_ls(
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    run_dir: RunDirOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 50,
-    as_json: JsonOption = False,
-) -> None:
-    """List dead letters: where each came from, and why."""
-    from .topic_list import list_dead_letters
-
-    loaded = load_running(config, run_dir, sets or ())
-    require_reachable(loaded)
-    letters = list_dead_letters(loaded, limit=limit)
-    if as_json:
-        print_json({"deadletters": letters})
-        return
-    columns = ["offset", "stage", "topic", "partition", "source_offset", "reason", "detail"]
-    _table(columns, [[letter[c] for c in columns] for letter in letters])
 
 
 def status(
@@ -123,7 +104,9 @@ def top(
     require_reachable(loaded)
     with Interrupts():
         try:
-            with Live(status_view(snapshot(loaded), read_restarts(loaded.run.dir)), auto_refresh=False, screen=False) as live:
+            with Live(
+                status_view(snapshot(loaded), read_restarts(loaded.run.dir)), auto_refresh=False, screen=False
+            ) as live:
                 while True:
                     live.update(status_view(snapshot(loaded), read_restarts(loaded.run.dir)), refresh=True)
                     time.sleep(every)

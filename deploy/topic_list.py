@@ -1,19 +1,15 @@
-"""What `headrace topics ls` and `headrace deadletters ls` show."""
+"""What `headrace topics ls` shows."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kafka import TopicPartition
 
 from ..schemas.config import Config
-from ..schemas.deadletter import read_dead_letter
-from ..schemas.topics import ALL_TOPICS, DEADLETTERS, Topics
+from ..schemas.topics import ALL_TOPICS, Topics
 from ..streams.kafka import closing, make_consumer
-
-READ_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +46,3 @@ def list_topics(config: Config) -> list[TopicInfo]:
                 )
             )
     return found
-
-
-def list_dead_letters(config: Config, *, limit: int) -> list[dict[str, Any]]:
-    """The newest `limit` dead letters, oldest first."""
-    name, found = Topics(config.run.namespace).name(DEADLETTERS), []
-    with closing(make_consumer(config.kafka, client_id="headrace-deadletters")) as consumer:
-        if not consumer.partitions_for_topic(name):
-            return []
-        tp = TopicPartition(name, 0)
-        end = consumer.end_offsets([tp])[tp]
-        consumer.assign([tp])
-        consumer.seek(tp, max(consumer.beginning_offsets([tp])[tp], end - limit))
-        deadline = time.monotonic() + READ_SECONDS
-        while consumer.position(tp) < end and time.monotonic() < deadline:
-            for records in consumer.poll(200).values():
-                found += records
-    letters = []
-    for record in found:
-        letter = asdict(read_dead_letter(record.headers))
-        letters.append({**letter, "offset": record.offset, "source_offset": letter["offset"]})
-    return letters

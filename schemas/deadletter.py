@@ -1,4 +1,8 @@
-"""A dead letter is the original key, value and headers, byte for byte, plus headers that say where from and why."""
+"""A dead letter is the original key, value and headers, byte for byte, plus headers that say where from and why.
+
+One that would be too large is cut, and says so: where the original lies is in every letter. What was requeued or
+dropped is told by a marker, a record of the same topic without a value: the log cannot delete.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,18 @@ from .codec import Headers, header
 
 PREFIX = "headrace-dlq-"
 MAX_DETAIL = 500
+MAX_LETTER = 5 * 2**20 - 2**16
+"""Bytes of key, value and headers that are sure to fit the topic's max.message.bytes (schemas/topics.py)."""
+CUT = 2**14
+"""Bytes that are kept of each part of a letter that is cut."""
+REQUEUES = PREFIX + "requeues"
+"""How many times the record has been requeued; it stays on the record, so that the limit holds."""
+TRUNCATED = PREFIX + "truncated"
+"""Bytes of the original value, on a letter that was cut."""
+SETTLED = PREFIX + "settled"
+"""On a marker: `requeued` or `dropped`."""
+SETTLES = PREFIX + "settles"
+"""On a marker: the offset of the letter that it settles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +42,7 @@ class DeadLetter:
 
 
 def dead_letter_headers(original: Sequence[tuple[str, bytes]], letter: DeadLetter) -> Headers:
-    """The original headers without earlier dead-letter ones, then this letter's."""
+    """The original headers without earlier dead-letter ones but their counter, then this letter's."""
     fields = {
         "stage": letter.stage,
         "topic": letter.topic,
@@ -36,9 +52,49 @@ def dead_letter_headers(original: Sequence[tuple[str, bytes]], letter: DeadLette
         "detail": letter.detail[:MAX_DETAIL],
         "at-ms": str(letter.at_ms),
     }
-    return original_headers(original) + [
-        (PREFIX + k, v.encode("utf-8", "replace")) for k, v in fields.items()
-    ]
+    counter = [(k, v) for k, v in original if k == REQUEUES][:1]
+    return (
+        original_headers(original)
+        + counter
+        + [(PREFIX + k, v.encode("utf-8", "replace")) for k, v in fields.items()]
+    )
+
+
+def dead_letter_record(
+    key: bytes | None,
+    value: bytes | None,
+    headers: Sequence[tuple[str, bytes]],
+    letter: DeadLetter,
+    *,
+    limit: int = MAX_LETTER,
+) -> tuple[bytes | None, bytes | None, Headers]:
+    """Key, value and headers of the letter of a record; cut where they would be larger than `limit` bytes.
+
+    A cut letter keeps the first CUT bytes of key and value, and of the original headers those that fit CUT.
+    """
+    ours = dead_letter_headers(headers, letter)
+    if _size(key) + _size(value) + _headers_size(ours) <= limit:
+        return key, value, ours
+    kept: Headers = []
+    for name, content in headers:
+        if _headers_size([*kept, (name, content)]) <= CUT:
+            kept.append((name, content))
+    ours = [*dead_letter_headers(kept, letter), (TRUNCATED, str(_size(value)).encode())]
+    return key and key[:CUT], value and value[:CUT], ours
+
+
+def requeues_of(headers: Sequence[tuple[str, bytes]]) -> int:
+    """How many times the record has been requeued."""
+    text = header(headers, REQUEUES) or ""
+    return int(text) if text.isdecimal() else 0
+
+
+def _size(data: bytes | None) -> int:
+    return len(data or b"")
+
+
+def _headers_size(headers: Sequence[tuple[str, bytes | None]]) -> int:
+    return sum(len(k.encode("utf-8", "replace")) + _size(v) + 10 for k, v in headers)
 
 
 def original_headers(headers: Sequence[tuple[str, bytes]]) -> Headers:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..schemas.codec import Headers
-from ..schemas.deadletter import DeadLetter, dead_letter_headers
+from ..schemas.deadletter import DeadLetter, dead_letter_record
 from ..schemas.errors import InvalidMessageError
 from ..schemas.topics import DEADLETTERS, Topics
 from . import metrics
@@ -50,8 +50,8 @@ class DeadLetters:
             letter.reason,
             letter.detail[:200],
         )
-        headers = dead_letter_headers(headers_of(message), letter)
-        return await self._outbox.send(self._topic, message.key, message.value, headers)
+        record = dead_letter_record(message.key, message.value, headers_of(message), letter)
+        return await self._outbox.send(self._topic, *record)
 
 
 def headers_of(message: Any) -> Headers:

@@ -21,7 +21,7 @@ from kafka.structs import OffsetAndMetadata
 from ...schemas import topics as t
 from ...schemas.codec import version_headers
 from ...schemas.config import KafkaConfig
-from ...schemas.deadletter import DeadLetter, dead_letter_headers
+from ...schemas.deadletter import DeadLetter, dead_letter_record
 from ...schemas.delta import encode_anchor, encode_delta
 from ...schemas.errors import BlobError, BrokerError, FencedError, InvalidMessageError
 from ...schemas.weight_hash import set_hash, tensor_hashes
@@ -159,8 +159,8 @@ class Publisher:
             at_ms=int(time.time() * 1000),
         )
         metrics.dead_letters.labels(stage="trainer").inc()
-        headers = dead_letter_headers(record.headers, letter)
-        return self._producer.send(self._letters_topic, record.value, key=record.key, headers=headers)
+        key, value, headers = dead_letter_record(record.key, record.value, record.headers, letter)
+        return self._producer.send(self._letters_topic, value, key=key, headers=headers)
 
 
 def make_transactional(config: KafkaConfig, topics: t.Topics, policy_id: str) -> KafkaProducer:
