@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 from storms import calm_until, lags
 from streams_records import a_score, a_trajectory, take, trajectory_headers
 from streams_workers import config_for, streams_worker
+from table_worker import SAFE
 from test_storm import read_all
 
 from headrace.deploy.broker.launcher import Broker
-from headrace.schemas.config import Config
+from headrace.deploy.restart_file import read_restarts, write_restarts
+from headrace.deploy.supervisor import RoleSpec, Supervisor
+from headrace.schemas.config import Config, dump_config
 from headrace.schemas.sample import SAMPLE, Sample
 from headrace.schemas.score import SCORE, Score
 from headrace.schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics
@@ -150,3 +154,29 @@ def test_recall_goes_back_as_far_as_the_deadlines_it_finds_lie_out(
         config.kafka, topic, 0, 3, at_ms=at, span_ms=1000, recall=lambda group, *_: seen.append(group)
     )
     assert (count, sorted(seen)) == (3, ["middle", "new", "old"])
+
+
+def test_a_worker_that_moves_nothing_ends_itself_and_is_started_anew_counted_as_stalled(
+    kafka_broker: Broker, namespace: str, tmp_path: Path
+) -> None:
+    config = config_for(kafka_broker.config, namespace, tmp_path, streams={"watchdog_seconds": 2.0})
+    with closing(make_producer(config.kafka, client_id="test")) as producer:
+        producer.send(Topics(namespace).name(TRAJECTORIES), key=b"k", value=b"v").get(10)
+    code = SAFE.replace('facts[event.value.decode()] = "seen"', "await asyncio.Event().wait()")
+    assert code != SAFE
+    path = tmp_path / "config.json"
+    dump_config(config, path)
+    log = tmp_path / "streams-0.log"
+    supervisor = Supervisor(on_restart=lambda counts: write_restarts(tmp_path, counts))
+    supervisor.start(RoleSpec(name="streams-0", argv=[sys.executable, "-c", code, str(path)], log=log))
+    try:
+
+        def restarted() -> bool:
+            supervisor.check()
+            return bool(read_restarts(tmp_path))
+
+        assert calm_until(None, restarted, timeout_s=60.0), log.read_text()[-3000:]
+        assert read_restarts(tmp_path) == {"streams-0": {"stalled": 1}}
+        assert "no record moves" in log.read_text()
+    finally:
+        supervisor.stop(hurry=lambda: True)
