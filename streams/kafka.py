@@ -18,6 +18,7 @@ from kafka.errors import KafkaConnectionError, KafkaError, KafkaTimeoutError, To
 from ..schemas.config import KafkaConfig
 from ..schemas.errors import BrokerError, BrokerUnreachableError, ConfigError
 from ..schemas.topics import ALL_TOPICS, Topics
+from . import lenient_names
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def make_consumer(
     read_committed also makes reads of committed offsets wait for a transaction that is still being finished:
     without it a reader that takes over gets old offsets in 16 to 86 of 100 cases.
     """
+    lenient_names.install()
     return _connect(
         KafkaConsumer,
         config,

@@ -13,6 +13,8 @@ from typing import Any
 
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread
 
+from . import lenient_records
+
 AT_ONCE_SECONDS = 0.02
 PAUSE_SECONDS = 0.03
 
@@ -27,6 +29,7 @@ class PacedConsumerThread(AIOKafkaConsumerThread):
 
     async def on_start(self) -> None:
         """Start the client and pace its fetches."""
+        lenient_records.install()
         await super().on_start()
         fetcher = self._ensure_consumer()._fetcher
         fetch = fetcher._proc_fetch_request
