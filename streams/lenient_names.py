@@ -27,14 +27,15 @@ class LenientBuffer(bytearray):
         return _Name(found) if isinstance(index, slice) else found
 
 
-class LenientRecordBatch(DefaultRecordBatch):  # type: ignore[misc]
+class LenientRecordBatch(DefaultRecordBatch):
     """In place of kafka-python's DefaultRecordBatch."""
 
     def _read_msg(self, *args: Any) -> Any:
         try:
             return super()._read_msg(*args)
         except UnicodeDecodeError:  # nothing was consumed: the position moves at the end
-            self._buffer = LenientBuffer(self._buffer)
+            buffer: Any = getattr(self, "_buffer")  # noqa: B009 - it has no declared type
+            self._buffer: Any = LenientBuffer(buffer)
             return super()._read_msg(*args)
 
 

@@ -17,11 +17,10 @@ from aiokafka.record.memory_records import _MemoryRecordsPy
 from .lenient_names import LenientBuffer
 
 
-class _AioBatch(_DefaultRecordBatchPy):  # type: ignore[misc]
+class _AioBatch(_DefaultRecordBatchPy):
     def _read_msg(self, *args: Any) -> Any:
-        self._buffer = (
-            self._buffer if isinstance(self._buffer, LenientBuffer) else LenientBuffer(self._buffer)
-        )
+        buffer: Any = getattr(self, "_buffer")  # noqa: B009 - it has no declared type
+        self._buffer: Any = buffer if isinstance(buffer, LenientBuffer) else LenientBuffer(buffer)
         return super()._read_msg(*args)
 
 
@@ -46,7 +45,7 @@ class _Batch:
                     yield record
 
 
-class LenientMemoryRecords(_MemoryRecordsPy):  # type: ignore[misc]
+class LenientMemoryRecords(_MemoryRecordsPy):
     """In place of aiokafka's MemoryRecords."""
 
     def next_batch(self, *args: Any) -> Any:
