@@ -56,6 +56,8 @@ class KafkaConfig(Section):
     """Which one to start without a bootstrap; auto: Apache Kafka where kafka_home or KAFKA_HOME is set, else embedded."""
     kafka_home: Path | None = None
     """An unpacked Apache Kafka release (its libs/ folder is on the class path)."""
+    nodes: Literal[1, 3] = 1
+    """How many nodes of Apache Kafka to start; three replicate every topic and survive the loss of any one."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     ssl_cafile: Path | None = None
     sasl_mechanism: str | None = None

@@ -33,7 +33,7 @@ NO_KAFKA = "no Apache Kafka: set KAFKA_HOME to an unpacked release (kafka.apache
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that uses Kafka by name carries the marker too."""
     for item in items:
-        if "kafka_broker" in getattr(item, "fixturenames", ()):
+        if {"kafka_broker", "kafka_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.kafka)
 
 
@@ -55,6 +55,18 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     if not home:
         pytest.skip(NO_KAFKA)
     with start_broker("kafka", tmp_path_factory.mktemp("kafka"), Path(home)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kafka_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """Three nodes of Apache Kafka, for the session; skips where there is none."""
+    from headrace.deploy.broker.launcher import start_broker
+
+    home = os.environ.get("KAFKA_HOME")
+    if not home:
+        pytest.skip(NO_KAFKA)
+    with start_broker("kafka", tmp_path_factory.mktemp("cluster"), Path(home), nodes=3) as running:
         yield running
 
 

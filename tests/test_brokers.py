@@ -261,3 +261,39 @@ def test_auto_takes_kafka_where_one_is_at_hand() -> None:
     assert choose_kind(KafkaConfig(broker="embedded"), {"KAFKA_HOME": "/k"}) == ("embedded", None)
     with pytest.raises(ConfigError, match="KAFKA_HOME"):
         choose_kind(KafkaConfig(broker="kafka"), {})
+
+
+def test_three_nodes_lose_nothing_when_one_is_killed_and_take_it_back(
+    kafka_cluster: Broker, namespace: str
+) -> None:
+    config, name = kafka_cluster.config, f"{namespace}.survives"
+    with closing(make_admin(config)) as admin:
+        admin.create_topics([NewTopic(name, 1, config.replication_factor)])
+    with closing(make_producer(config, client_id="test")) as producer:
+        for number in range(3):
+            victim = kafka_cluster.nodes[number]
+            victim.kill()
+            assert not kafka_cluster.running
+            for i in range(20):
+                producer.send(name, f"{number}-{i}".encode())
+            producer.flush(timeout=60)
+            kafka_cluster.restart()
+            assert kafka_cluster.running
+    wanted = [f"{number}-{i}".encode() for number in range(3) for i in range(20)]
+    assert [record.value for record in read(config, name, len(wanted))] == wanted
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_killed_broker_comes_back_on_the_same_address(kind, tmp_path: Path, namespace: str) -> None:
+    with start_broker(kind, tmp_path, home_for(kind)) as running:
+        make_topic(running.config, f"{namespace}.again")
+        address = running.bootstrap
+        running.kill()
+        running.restart()
+        assert running.bootstrap == address and running.running
+        make_topic(running.config, f"{namespace}.more")
+
+
+def test_several_nodes_of_the_embedded_broker_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one node"):
+        start_broker("embedded", tmp_path, nodes=3)

@@ -1,7 +1,7 @@
-"""Apache Kafka from KAFKA_HOME: one KRaft node on loopback, with a class archive so that it starts in two seconds.
+"""Apache Kafka from KAFKA_HOME: KRaft nodes on loopback, with a class archive so that they start in two seconds.
 
-Usable is more than "the port is open": the node must not be fenced any more, or a topic created in the first
-moments answers NotLeaderForPartition.
+One node, or three that replicate everything and survive the loss of any one. Usable is more than "the port is
+open": no node may be fenced any more, or a topic created in the first moments answers NotLeaderForPartition.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import shutil
 import signal
 import subprocess
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.config import KafkaConfig
@@ -26,28 +28,30 @@ MIN_JAVA = 17
 
 _PROPERTIES = """\
 process.roles=broker,controller
-node.id=1
-controller.quorum.voters=1@{host}:{controller}
+node.id={number}
+controller.quorum.voters={voters}
 listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller}
 advertised.listeners=PLAINTEXT://{host}:{port}
 controller.listener.names=CONTROLLER
 inter.broker.listener.name=PLAINTEXT
 log.dirs={data}
 auto.create.topics.enable=false
-offsets.topic.replication.factor=1
-transaction.state.log.replication.factor=1
-transaction.state.log.min.isr=1
-share.coordinator.state.topic.replication.factor=1
-share.coordinator.state.topic.min.isr=1
-min.insync.replicas=1
-default.replication.factor=1
+offsets.topic.replication.factor={replicas}
+transaction.state.log.replication.factor={replicas}
+transaction.state.log.min.isr={in_sync}
+share.coordinator.state.topic.replication.factor={replicas}
+share.coordinator.state.topic.min.isr={in_sync}
+min.insync.replicas={in_sync}
+default.replication.factor={replicas}
 # The default of 50 costs start-up time and files.
 offsets.topic.num.partitions=8
 transaction.state.log.num.partitions=8
 group.initial.rebalance.delay.ms=0
 # A node that was killed comes back once its former self has expired.
-broker.session.timeout.ms=2000
+broker.session.timeout.ms={session_ms}
 broker.heartbeat.interval.ms=300
+# Nodes that stop together would wait for a controller that is gone; what is acknowledged is on disk anyway.
+controlled.shutdown.enable={controlled}
 log.cleaner.dedupe.buffer.size=8388608
 num.network.threads=2
 num.io.threads=4
@@ -128,50 +132,119 @@ def find_jars(home: Path) -> list[Path]:
     return jars
 
 
-def start(data_dir: Path, home: Path, *, host: str, port: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start one node and wait until it is usable.
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node: where it listens and keeps its data, and the whole quorum."""
 
-    Raises PortTakenError when the port was taken meanwhile, ConfigError with the end of its log otherwise.
-    """
+    number: int
+    """1-based."""
+    host: str
+    port: int
+    controller_port: int
+    data_dir: Path
+    log: Path
+
+
+def plan_nodes(data_dir: Path, ports: Sequence[int], *, host: str, log: Path) -> list[NodePlan]:
+    """One node on each port: a single one in `data_dir` itself, several in folders below it."""
+    if len(ports) == 1:
+        return [NodePlan(1, host, ports[0], free_port(host), data_dir, log)]
+    return [
+        NodePlan(
+            n,
+            host,
+            port,
+            free_port(host),
+            data_dir / f"node-{n}",
+            log.with_name(f"{log.stem}-{n}{log.suffix}"),
+        )
+        for n, port in enumerate(ports, 1)
+    ]
+
+
+def commands(plans: Sequence[NodePlan], home: Path) -> list[list[str]]:
+    """The command of every node, its data folder formatted. Raises ConfigError."""
     jars, java = find_jars(home.resolve()), find_java()
-    data_dir.mkdir(parents=True, exist_ok=True)
-    properties = data_dir / "server.properties"
+    voters = ",".join(f"{p.number}@{p.host}:{p.controller_port}" for p in plans)
+    cluster_id = _cluster_id(plans)
+    return [_command(plan, java, jars, voters, len(plans), cluster_id) for plan in plans]
+
+
+def _command(
+    plan: NodePlan, java: Path, jars: Sequence[Path], voters: str, nodes: int, cluster_id: str
+) -> list[str]:
+    folder = plan.data_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    properties, logging = folder / "server.properties", folder / "log4j2.yaml"
     properties.write_text(
-        _PROPERTIES.format(host=host, port=port, controller=free_port(host), data=data_dir / "data")
+        _PROPERTIES.format(
+            number=plan.number,
+            host=plan.host,
+            port=plan.port,
+            controller=plan.controller_port,
+            voters=voters,
+            data=folder / "data",
+            replicas=nodes,
+            in_sync=max(1, nodes - 1),
+            # Several nodes on a busy machine must not lose their sessions to its load.
+            session_ms=2000 if nodes == 1 else 6000,
+            controlled=str(nodes == 1).lower(),
+        )
     )
-    logging = data_dir / "log4j2.yaml"
     logging.write_text(_LOG4J)
     jvm = [str(java), "-Xmx384m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
-    jvm += [f"-Dlog4j2.configurationFile={logging}", f"-Dkafka.logs.dir={data_dir}"]
-    archive = class_archive.flags(java, jars, data_dir)
+    jvm += [f"-Dlog4j2.configurationFile={logging}", f"-Dkafka.logs.dir={folder}"]
+    archive = class_archive.flags(java, jars, folder)
     class_path = ["-cp", ":".join(str(jar) for jar in jars)]
-    if not (data_dir / "data" / "meta.properties").exists():
-        _format([*jvm, *archive.use, *class_path], properties, log)
-    process = spawn(
-        [*jvm, *archive.use, *archive.make, *class_path, "kafka.Kafka", str(properties)],
-        log=log,
-        death_signal=signal.SIGTERM,
-    )
+    if not (folder / "data" / "meta.properties").exists():
+        _format([*jvm, *archive.use, *class_path], properties, plan.log, cluster_id)
+    return [*jvm, *archive.use, *archive.make, *class_path, "kafka.Kafka", str(properties)]
+
+
+def launch(command: Sequence[str], plan: NodePlan) -> subprocess.Popen[bytes]:
+    """Start a node without waiting for it."""
+    return spawn(command, log=plan.log, death_signal=signal.SIGTERM)
+
+
+def wait_usable(processes: Sequence[subprocess.Popen[bytes]], plans: Sequence[NodePlan]) -> None:
+    """Wait until the cluster has all its nodes; kills them and raises when it will not.
+
+    PortTakenError when a port was taken meanwhile, ConfigError with the end of the log otherwise.
+    """
+    bootstrap = ",".join(f"{p.host}:{p.port}" for p in plans)
     try:
-        why = wait_until(lambda: _usable(f"{host}:{port}"), process, timeout_s=START_SECONDS, interval_s=0.05)
+        for process, plan in zip(processes, plans, strict=True):
+            why = wait_until(
+                lambda: usable(bootstrap, len(plans)), process, timeout_s=START_SECONDS, interval_s=0.05
+            )
+            if why is not None:
+                end = tail(plan.log)
+                if "Address already in use" in end:
+                    raise PortTakenError(
+                        f"Apache Kafka: port {plan.port} on {plan.host} is in use; choose another with --port"
+                    )
+                raise ConfigError(
+                    f"Apache Kafka did not start on port {plan.port}: {why}. {plan.log} ends with\n{end}"
+                )
     except BaseException:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         raise
-    if why is not None:
-        process.kill()
-        process.wait()
-        end = tail(log)
-        if "Address already in use" in end:
-            raise PortTakenError(f"Apache Kafka: port {port} on {host} is in use; choose another with --port")
-        raise ConfigError(f"Apache Kafka did not start on port {port}: {why}. {log} ends with\n{end}")
-    return process
 
 
-def _format(command: list[str], properties: Path, log: Path) -> None:
-    cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+def _cluster_id(plans: Sequence[NodePlan]) -> str:
+    """Of the nodes that have one already, else a new one."""
+    for plan in plans:
+        meta = plan.data_dir / "data" / "meta.properties"
+        if meta.exists() and (found := re.search(r"^cluster\.id=(.+)$", meta.read_text(), re.MULTILINE)):
+            return found[1].strip()
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+
+
+def _format(command: list[str], properties: Path, log: Path, cluster_id: str) -> None:
     # The id may begin with '-': as a separate argument every 64th run would fail.
-    tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster}", "-c", str(properties)]
+    tool = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(properties)]
     process = spawn([*command, *tool, "--ignore-formatted"], log=log)
     try:
         status = process.wait(START_SECONDS)
@@ -185,13 +258,14 @@ def _format(command: list[str], properties: Path, log: Path) -> None:
         )
 
 
-def _usable(bootstrap: str) -> bool:
+def usable(bootstrap: str, nodes: int = 1) -> bool:
+    """True once `nodes` brokers are in the cluster and none is fenced."""
     from kafka.errors import KafkaError
 
     from ...streams.kafka import make_admin
 
-    host, _, port = bootstrap.rpartition(":")
-    if not accepts(host, int(port)):
+    addresses = [address.rpartition(":") for address in bootstrap.split(",")]
+    if not all(accepts(host, int(port)) for host, _, port in addresses):
         return False
     try:
         admin = make_admin(KafkaConfig(bootstrap=bootstrap), client_id="headrace-launcher")
@@ -199,7 +273,7 @@ def _usable(bootstrap: str) -> bool:
         return False
     try:
         brokers = admin.describe_cluster()["brokers"]
-        return bool(brokers) and not any(broker["is_fenced"] for broker in brokers)
+        return len(brokers) >= nodes and not any(broker["is_fenced"] for broker in brokers)
     except KafkaError:
         return False
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...schemas.config import KafkaConfig
@@ -29,16 +30,18 @@ def find_binary() -> Path:
     )
 
 
-def start(data_dir: Path, *, host: str, port: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start it and wait until it answers; ConfigError with the end of its log if it does not."""
-    binary = find_binary()
+def command(data_dir: Path, *, host: str, port: int) -> list[str]:
+    """What starts it. The packaged `noida-db` command is a wrapper that signals do not pass through."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    argv = [str(binary), "start", "--data-dir", str(data_dir), "--only", "kafka"]
-    # The packaged `noida-db` command is a wrapper that signals do not pass through.
-    process = spawn([*argv, "--kafka-port", str(port), "--host", host], log=log, death_signal=signal.SIGTERM)
+    argv = [str(find_binary()), "start", "--data-dir", str(data_dir), "--only", "kafka"]
+    return [*argv, "--kafka-port", str(port), "--host", host]
 
+
+def start(command: Sequence[str], *, host: str, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start it and wait until it answers; ConfigError with the end of its log if it does not."""
+    process = spawn(command, log=log, death_signal=signal.SIGTERM)
     try:
-        why = wait_until(lambda: _answers(host, port), process, timeout_s=START_SECONDS)
+        why = wait_until(lambda: answers(host, port), process, timeout_s=START_SECONDS)
     except BaseException:
         process.kill()
         process.wait()
@@ -53,13 +56,14 @@ def start(data_dir: Path, *, host: str, port: int, log: Path) -> subprocess.Pope
             )
         if "already running" in end:
             raise ConfigError(
-                f"an embedded broker is running in {data_dir} already: stop that run, or choose another --run-dir"
+                "an embedded broker is running in this folder already: stop that run, or choose another --run-dir"
             )
         raise ConfigError(f"the embedded broker did not start on port {port}: {why}. {log} ends with\n{end}")
     return process
 
 
-def _answers(host: str, port: int) -> bool:
+def answers(host: str, port: int) -> bool:
+    """True once it takes requests."""
     from kafka.errors import KafkaError
 
     from ...streams.kafka import make_admin

@@ -9,27 +9,62 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ...schemas.config import KafkaConfig
-from ...schemas.errors import ConfigError
-from ..processes import PortTakenError, free_port, require_free_port, signal_group, stop
+from ...schemas.errors import BrokerError, ConfigError
+from ..processes import (
+    PortTakenError,
+    free_port,
+    require_free_port,
+    signal_group,
+    spawn,
+    stop,
+    tail,
+    wait_until,
+)
 from .limits import LIMITS, BrokerKind, BrokerLimits
+
+RESTART_SECONDS = 60.0
+
+
+class Node:
+    """One process of a broker. It is started anew with the same command, on the same port and data."""
+
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], command: Sequence[str], log: Path
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.command = list(command)
+        self.log = log
+
+    @property
+    def running(self) -> bool:
+        """False once the process has ended, for whatever reason."""
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """kill -9, as a crash would."""
+        signal_group(self.process, signal.SIGKILL)
+        self.process.wait()
+
+    def launch(self) -> None:
+        """Start it again, without waiting until it is usable."""
+        self.process = spawn(self.command, log=self.log, death_signal=signal.SIGTERM)
 
 
 class Broker:
-    """A running broker that this process started."""
+    """A running broker that this process started: one node, or several."""
 
-    def __init__(
-        self, kind: BrokerKind, bootstrap: str, data_dir: Path, process: subprocess.Popen[bytes], log: Path
-    ) -> None:
+    def __init__(self, kind: BrokerKind, bootstrap: str, data_dir: Path, nodes: Sequence[Node]) -> None:
         self.kind: BrokerKind = kind
         self.bootstrap = bootstrap
+        """Of all nodes."""
         self.data_dir = data_dir
-        self.process = process
-        self.log = log
+        self.nodes = list(nodes)
 
     @property
     def limits(self) -> BrokerLimits:
@@ -37,42 +72,86 @@ class Broker:
         return LIMITS[self.kind]
 
     @property
+    def title(self) -> str:
+        """For people."""
+        return self.limits.title if len(self.nodes) == 1 else f"Apache Kafka ({len(self.nodes)} nodes)"
+
+    @property
     def config(self) -> KafkaConfig:
         """How clients reach it, and what they must mind with it."""
-        return KafkaConfig(bootstrap=self.bootstrap, static_members=not self.limits.expires_dead_members)
+        return KafkaConfig(
+            bootstrap=self.bootstrap,
+            static_members=not self.limits.expires_dead_members,
+            replication_factor=len(self.nodes),
+        )
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self.bootstrap.rsplit(":", 1)[1])
+        """Where its first node listens."""
+        return int(self.bootstrap.partition(",")[0].rpartition(":")[2])
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """Of the first node."""
+        return self.nodes[0].process
+
+    @property
+    def log(self) -> Path:
+        """Of the first node."""
+        return self.nodes[0].log
 
     @property
     def pid(self) -> int:
-        """Of the broker process itself."""
+        """Of the first node."""
         return self.process.pid
 
     def pids(self) -> list[int]:
         """All its processes."""
-        return [self.pid]
+        return [node.process.pid for node in self.nodes]
 
     @property
     def running(self) -> bool:
-        """False once the process has ended, for whatever reason."""
-        return self.process.poll() is None
+        """True while every node runs."""
+        return all(node.running for node in self.nodes)
+
+    def restart(self, *, timeout_s: float = RESTART_SECONDS) -> None:
+        """Start the nodes that have ended, and wait until the broker has all of them. BrokerError if not in time."""
+        from . import apache, embedded
+
+        dead = [node for node in self.nodes if not node.running]
+        for node in dead:
+            node.launch()
+        host, _, port = self.bootstrap.partition(",")[0].rpartition(":")
+
+        def ready() -> bool:
+            if self.kind == "embedded":
+                return embedded.answers(host, int(port))
+            return apache.usable(self.bootstrap, len(self.nodes))
+
+        for node in dead:
+            why = wait_until(ready, node.process, timeout_s=timeout_s, interval_s=0.1)
+            if why is not None:
+                raise BrokerError(
+                    f"{node.name} did not come back: {why}. {node.log} ends with\n{tail(node.log)}"
+                )
 
     def stop(self) -> None:
         """Clean stop: what was acknowledged is on disk afterwards. Idempotent."""
         from . import apache, class_archive, embedded
 
+        for node in self.nodes[1:]:
+            node.process.send_signal(signal.SIGTERM)
         grace = embedded.STOP_SECONDS if self.kind == "embedded" else apache.STOP_SECONDS
-        stop(self.process, grace_s=grace)
+        for node in self.nodes:
+            stop(node.process, grace_s=grace)
         if self.kind == "kafka":
-            class_archive.keep(self.data_dir)
+            for folder in (self.data_dir, *self.data_dir.glob("node-*")):
+                class_archive.keep(folder)
 
     def kill(self) -> None:
-        """kill -9, as a crash would."""
-        signal_group(self.process, signal.SIGKILL)
-        self.process.wait()
+        """kill -9 of every node."""
+        for node in self.nodes:
+            node.kill()
 
     def __enter__(self) -> Broker:
         return self
@@ -103,36 +182,54 @@ def start_broker(
     kafka_home: Path | None = None,
     *,
     port: int | None = None,
+    nodes: int = 1,
     host: str = "127.0.0.1",
     log: Path | None = None,
     attempts: int = 3,
 ) -> Broker:
-    """Start a broker on `port` (None: a free one) with its data in `data_dir`, and wait until it is usable.
+    """Start a broker with its data in `data_dir`, and wait until it is usable.
 
-    Raises ConfigError when the port is in use or a part (the binary, java, the jars) is missing.
+    It listens on `port` and, with several `nodes`, on those that follow it; None: on free ones. Several nodes are
+    for Apache Kafka: every topic is replicated to all of them, and any one may be lost. Raises ConfigError when a
+    port is in use or a part (the binary, java, the jars) is missing.
     """
-    from . import apache, embedded
-
+    if kind == "embedded" and nodes != 1:
+        raise ConfigError(f"{LIMITS[kind].title} has one node, not {nodes}; use Apache Kafka (KAFKA_HOME)")
     data_dir = data_dir.resolve()
     log = log or data_dir / "broker.log"
     if port is not None:
-        require_free_port(
-            port, host=host, what=LIMITS[kind].title, how="choose another with --port, or leave it out"
-        )
+        for n in range(nodes):
+            how = "choose another with --port, or leave it out"
+            require_free_port(port + n, host=host, what=LIMITS[kind].title, how=how)
         attempts = 1
     while True:
         attempts -= 1
-        chosen = port or free_port(host)
+        ports = [free_port(host) if port is None else port + n for n in range(nodes)]
         try:
-            if kind == "embedded":
-                process = embedded.start(data_dir, host=host, port=chosen, log=log)
-            else:
-                home = kafka_home or choose_kind(KafkaConfig(broker="kafka"))[1]
-                assert home is not None
-                process = apache.start(data_dir, home, host=host, port=chosen, log=log)
+            started = _start(kind, data_dir, kafka_home, ports, host, log)
         except PortTakenError:
             # Somebody took the free port between the look and the start.
             if not attempts:
                 raise
             continue
-        return Broker(kind, f"{host}:{chosen}", data_dir, process, log)
+        return Broker(kind, ",".join(f"{host}:{p}" for p in ports), data_dir, started)
+
+
+def _start(
+    kind: BrokerKind, data_dir: Path, home: Path | None, ports: Sequence[int], host: str, log: Path
+) -> list[Node]:
+    from . import apache, embedded
+
+    if kind == "embedded":
+        command = embedded.command(data_dir, host=host, port=ports[0])
+        return [Node("broker", embedded.start(command, host=host, port=ports[0], log=log), command, log)]
+    home = home or choose_kind(KafkaConfig(broker="kafka"))[1]
+    assert home is not None
+    plans = apache.plan_nodes(data_dir, ports, host=host, log=log)
+    commands = apache.commands(plans, home)
+    processes = [apache.launch(command, plan) for command, plan in zip(commands, plans, strict=True)]
+    apache.wait_usable(processes, plans)
+    return [
+        Node("broker" if len(plans) == 1 else f"broker-{plan.number}", process, command, plan.log)
+        for plan, process, command in zip(plans, processes, commands, strict=True)
+    ]
