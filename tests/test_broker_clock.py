@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 
 import pytest
+from streams_records import a_trajectory, take, trajectory_headers
+from streams_workers import CODE, StreamsProcess, config_for
 
+from headrace.deploy.broker.launcher import Broker
+from headrace.schemas.sample import SAMPLE
+from headrace.schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics
+from headrace.schemas.trajectory import TRAJECTORY
 from headrace.streams.broker_clock import BUCKET_MS, BrokerClock
+from headrace.streams.kafka import closing, make_producer
 
 
 @pytest.mark.parametrize("ahead_ms", [-3_600_000, -5000, 0, 5000, 3_600_000])
@@ -31,3 +40,37 @@ def test_a_clock_that_is_set_is_followed_within_two_minutes() -> None:
 
 def test_before_the_first_delivery_the_own_clock_has_to_do() -> None:
     assert BrokerClock().at(5) == 5
+
+
+FAST = "import time\n_true = time.time\ntime.time = lambda: _true() + 3600.0\n"
+
+
+def test_a_worker_whose_clock_is_an_hour_fast_waits_for_the_deadline(
+    kafka_broker: Broker, namespace: str, tmp_path: Path
+) -> None:
+    config = config_for(kafka_broker.config, namespace, tmp_path)
+    topics = Topics(namespace)
+    deadline = int(time.time() * 1000) + 300_000
+    worker = StreamsProcess(config, tmp_path, code=FAST + CODE)
+    try:
+        with closing(make_producer(config.kafka, client_id="test")) as producer:
+
+            def send(i: int) -> None:
+                t = a_trajectory(f"r{i}", size=4, answer=f"8{4 + i % 2}$", group_deadline_ms=deadline)
+                producer.send(
+                    topics.name(TRAJECTORIES),
+                    key=b"k",
+                    value=TRAJECTORY.encode(t),
+                    headers=trajectory_headers(t),
+                ).get(10)
+
+            for i in range(3):
+                send(i)
+            assert len(take(config.kafka, topics.name(SCORES), 3)) == 3
+            assert not take(config.kafka, topics.name(SAMPLES, "policy"), 1, timeout_s=3.0)
+            send(3)
+            found = take(config.kafka, topics.name(SAMPLES, "policy"), 4)
+    finally:
+        worker.kill()
+        print(worker.log.read_text()[-3000:])
+    assert [SAMPLE.decode(r.value, r.headers).group_valid for r in found] == [4] * 4
