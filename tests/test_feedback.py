@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ class Sender:
     def __init__(self, config: Config, producer: Any) -> None:
         self._topics, self._producer = Topics(config.run.namespace), producer
 
-    def trajectory(self, name: str, *, wait: bool = True) -> None:
-        t = a_trajectory(name, group=name)
+    def trajectory(self, name: str, *, wait: bool = True, **fields: Any) -> None:
+        t = a_trajectory(name, **{"group": name, **fields})
         future = self._producer.send(
             self._topics.name(TRAJECTORIES),
             key=name.encode(),
@@ -173,6 +174,24 @@ def test_every_outcome_is_joined_or_counted(broker: Broker, namespace: str, tmp_
     assert json.loads(found["contradicted"].components or "")["feedback.accepted.events"] == 2
     assert {s.rollout_id: s.fate for s in samples} == dict.fromkeys(found, Fate.ADMITTED)
     assert len(letters) == 2
+
+
+def test_a_group_whose_members_settle_long_after_its_own_deadline_is_whole(
+    broker: Broker, namespace: str, tmp_path: Path
+) -> None:
+    config = config_for(
+        broker.config, namespace, tmp_path, feedback=WEIGHTS | {"window_seconds": 5.0, "default": 0.0}
+    )
+    soon = int(time.time() * 1000) + 1000
+    with sender(config) as send:
+        for name in ("a", "b"):
+            send.trajectory(name, group="g", size=2, group_deadline_ms=soon)
+        send.outcome("a", 1.0)
+        with streams_worker(config, tmp_path):
+            taken = take(config.kafka, Topics(namespace).name(SAMPLES, "policy"), 2)
+    samples = {s.rollout_id: s for s in (SAMPLE.decode(r.value, r.headers) for r in taken)}
+    assert {n: (s.fate, s.group_valid) for n, s in samples.items()} == dict.fromkeys("ab", (Fate.ADMITTED, 2))
+    assert (samples["a"].advantage or 0) > 0 > (samples["b"].advantage or 0)
 
 
 def unknown_counted(worker: StreamsProcess) -> bool:
