@@ -117,6 +117,8 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Processes that `headrace up` starts."""
     environment: str = "single_turn"
     """Built-in name (`single_turn`, `calculator`) or `module:attr`."""
     environment_args: dict[str, Any] = {}
@@ -148,6 +150,16 @@ class VerifyConfig(Section):
     failure_reward: float = 0.0
     """What a failed policy gets."""
     concurrency: Annotated[int, Field(ge=1)] = 64
+    isolation: Literal["process", "thread"] = "process"
+    """Where a user's own reward functions run: in confined processes, or unguarded in the worker's threads."""
+    hosts: Annotated[int, Field(ge=1, le=64)] = 2
+    """Processes that share `concurrency`."""
+    memory_mb: Annotated[int, Field(ge=256)] = 4096
+    """Address space of each process; what libraries map counts."""
+    allow: list[Literal["network", "write", "processes"]] = []
+    """What reward functions may do beyond computing and writing to their own scratch folder."""
+    sandbox: Literal["prefer", "require"] = "prefer"
+    """require: rollouts are void (sandbox_unavailable) where this machine lacks a layer of the sandbox."""
 
 
 class FeedbackConfig(Section):

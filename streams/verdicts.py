@@ -41,10 +41,14 @@ class Outcome:
         return cls(ScoreStatus.VOID, reason=reason)
 
 
-def outcome_of(result: RewardResult, failure_reward: float) -> Outcome:
-    """A reward function's result as an outcome."""
+def outcome_of(result: RewardResult, failure_reward: float, turns: int | None = None) -> Outcome:
+    """A reward function's result as an outcome, of a trajectory of `turns` turns. RewardError `turns_mismatch`."""
     if result.failed is not None:
         return Outcome(ScoreStatus.FAILED, failure_reward, result.failed)
+    if result.turns is not None and turns is not None and len(result.turns) != turns:
+        raise RewardError(
+            "turns_mismatch", f"{len(result.turns)} rewards per turn for a trajectory of {turns} turns"
+        )
     return Outcome(
         ScoreStatus.SCORED, result.value, components=result.components or None, turn_rewards=result.turns
     )

@@ -24,6 +24,7 @@ from .claims import CLAIM_HEADER, check_out
 from .deadletters import DeadLetters, headers_of
 from .outbox import Outbox
 from .rewards.base import view_of
+from .rewards.pool import host_pool
 from .rewards.runner import RewardRunner
 from .verdicts import Outcome, RewardBook, check_deadline, outcome_of, score_of, void_of
 
@@ -60,6 +61,7 @@ class Verify:
         self._runner = RewardRunner(
             concurrency=config.verify.concurrency, timeout_s=config.verify.timeout_seconds
         )
+        self._hosts = host_pool(config.verify) if config.verify.isolation == "process" else None
         self._failure_reward = config.verify.failure_reward
         self._topic = topics.name(SCORES)
         self._outbox, self._store = outbox, store
@@ -71,7 +73,7 @@ class Verify:
     @property
     def running(self) -> int:
         """Calls of a user's own rewards in progress."""
-        return self._runner.running
+        return self._runner.running + (self._hosts.running if self._hosts is not None else 0)
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`."""
@@ -83,8 +85,10 @@ class Verify:
             raise
 
     def close(self) -> None:
-        """End idle reward threads."""
+        """End idle reward threads, and the processes of reward functions."""
         self._runner.close()
+        if self._hosts is not None:
+            self._hosts.close()
 
     async def take(self, event: Any) -> None:
         """Deal with one record at once, or beside the stream where that takes time."""
@@ -120,7 +124,8 @@ class Verify:
             if not reward.inline:
                 return None
             return outcome_of(
-                self._runner.run_inline(reward, view_of(trajectory, args)), self._failure_reward
+                self._runner.run_inline(reward, view_of(trajectory, args)),
+                self._failure_reward,
             )
         except RewardError as e:
             return _void(trajectory, e)
@@ -151,10 +156,11 @@ class Verify:
     async def _slow_outcome(self, trajectory: Trajectory) -> Outcome:
         try:
             reward, args = self._rewards.find(trajectory)
-            result = await self._runner.run(reward, view_of(trajectory, args))
+            runner = self._runner if self._hosts is None or reward.ours else self._hosts
+            result = await runner.run(reward, view_of(trajectory, args))
+            return outcome_of(result, self._failure_reward, len(trajectory.turns))
         except RewardError as e:
             return _void(trajectory, e)
-        return outcome_of(result, self._failure_reward)
 
     async def _fetch(self, value: bytes | None, headers: Headers) -> bytes | None:
         """The claimed payload; a store that fails is asked again, then ends the worker."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -97,19 +97,33 @@ def view_of(trajectory: Trajectory, args: Mapping[str, Any]) -> RolloutView:
 
 
 def result_of(returned: Any) -> RewardResult:
-    """What a reward function returned, checked. Raises RewardError `reward_not_number` or `reward_not_finite`."""
+    """What a reward function returned, checked. Raises RewardError `reward_not_number` or `reward_not_finite`.
+
+    With a reward for each turn and none for the whole, that is their sum.
+    """
     if isinstance(returned, RewardResult):
         if returned.failed is not None:
             return returned
         result = returned
     elif isinstance(returned, Mapping):
         named = dict(returned)
-        result = RewardResult(named.pop("reward", None), named)
+        result = RewardResult(named.pop("reward", None), turns=named.pop("turns", None), components=named)
     else:
         result = RewardResult(returned)
+    turns = _turns(result.turns)
     return RewardResult(
-        _number("reward", result.value), {k: _number(k, v) for k, v in result.components.items()}
+        math.fsum(turns) if turns is not None and result.value is None else _number("reward", result.value),
+        {k: _number(k, v) for k, v in result.components.items()},
+        turns,
     )
+
+
+def _turns(given: Any) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise RewardError("reward_not_number", f"turns is a {type(given).__name__}, not a list of numbers")
+    return tuple(_number(f"turns[{i}]", value) for i, value in enumerate(given))
 
 
 def _number(name: str, value: Any) -> float:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...schemas.errors import ConfigError
@@ -23,6 +23,10 @@ class LoadedReward:
     inline: bool
     """Cheap and ours: called on the event loop itself."""
     is_async: bool
+    init: Mapping[str, Any] = field(default_factory=dict)
+    """What a class was made with."""
+    ours: bool = False
+    """Built in: runs in the worker itself."""
 
 
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedReward:
@@ -31,7 +35,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedRewar
     Raises ConfigError that says what was tried.
     """
     if name in BUILTIN:
-        return LoadedReward(name, BUILTIN[name], inline=True, is_async=False)
+        return LoadedReward(name, BUILTIN[name], inline=True, is_async=False, ours=True)
     call = _import(name)
     if inspect.isclass(call):
         try:
@@ -43,7 +47,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedRewar
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004
     )
-    return LoadedReward(name, call, inline=False, is_async=is_async)
+    return LoadedReward(name, call, inline=False, is_async=is_async, init=dict(args or {}))
 
 
 def _import(name: str) -> Any:

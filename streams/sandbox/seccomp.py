@@ -27,10 +27,14 @@ _NEW = (424, 425, 428, 429, 430, 438)
 _ALWAYS = {
     # ptrace mount umount2 pivot_root chroot unshare setns bpf perf_event_open process_vm_readv/writev
     # add_key request_key keyctl open_by_handle_at userfaultfd kcmp reboot kexec_load init_module finit_module tkill
-    "x86_64": (101, 165, 166, 155, 161, 272, 308, 321, 298, 310, 311, 248, 249, 250, 304, 323, 312, 169, 246)
-    + (175, 313, 200),
-    "aarch64": (117, 40, 39, 41, 51, 97, 268, 280, 241, 270, 271, 217, 218, 219, 265, 282, 272, 142, 104)
-    + (105, 273, 130),
+    "x86_64": (
+        *(101, 165, 166, 155, 161, 272, 308, 321, 298, 310, 311),
+        *(248, 249, 250, 304, 323, 312, 169, 246, 175, 313, 200),
+    ),
+    "aarch64": (
+        *(117, 40, 39, 41, 51, 97, 268, 280, 241, 270, 271),
+        *(217, 218, 219, 265, 282, 272, 142, 104, 105, 273, 130),
+    ),
 }
 # socket connect bind listen
 _NETWORK = {"x86_64": (41, 42, 49, 50), "aarch64": (198, 203, 200, 201)}

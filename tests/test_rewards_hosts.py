@@ -1,0 +1,156 @@
+"""A user's rewards in confined host processes: each way to misbehave has its own reason and harms no other call."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.schemas.errors import RewardError
+from headrace.streams.rewards.base import Message, RewardResult, RolloutView, result_of
+from headrace.streams.rewards.load import load_reward
+from headrace.streams.rewards.pool import HostPool
+from headrace.streams.sandbox.layers import probe
+
+HOSTILE = """
+import asyncio, os, socket, subprocess, sys, time
+from headrace.streams.rewards.base import RewardResult
+def good(r): return {"reward": 0.5, "length": len(r.answer)}
+async def good_async(r):
+    await asyncio.sleep(0)
+    return {"turns": [0.25, 0.5]}
+def failed(r): return RewardResult.failure("by_rule")
+def hangs(r):
+    while True: time.sleep(1)
+async def blocks(r): time.sleep(1000)
+def raises(r): raise KeyError("x")
+def allocates(r):
+    kept = []
+    while True: kept.append(bytearray(64 << 20))
+def forks(r):
+    for _ in range(3): os.fork()
+def runs(r):
+    try: subprocess.run(["true"])
+    except OSError: pass
+    return 1.0
+def connects(r): socket.create_connection(("127.0.0.1", 9))
+def swallows(r):
+    try: socket.socket()
+    except OSError: pass
+    return 1.0
+def writes(r): open(r.args["path"], "w").write("x")
+def writes_inside(r):
+    with open("note", "w") as f: f.write("x")
+    return float(os.path.getsize("note"))
+def nan(r): return float("nan")
+def text(r): return "1.0"
+def huge(r): return "x" * (8 << 20)
+def huge_parts(r): return {"reward": 1.0, **{f"part{i}": 1.0 for i in range(50_000)}}
+def deep(r): return deep(r)
+def leaves(r): sys.exit(0)
+async def leaves_async(r): sys.exit(0)
+def dies(r): os._exit(0)
+def closes(r):
+    os.closerange(3, 100)
+    return 1.0
+def prints(r):
+    print('{"id": 0, "value": 9}')
+    return 1.0
+"""
+
+REASONS = {
+    "hangs": "reward_timeout",
+    "blocks": "reward_timeout",
+    "raises": "reward_raised",
+    "allocates": "reward_memory",
+    "forks": "reward_processes",
+    "runs": "reward_processes",
+    "connects": "reward_network",
+    "swallows": "reward_network",
+    "writes": "reward_write",
+    "nan": "reward_not_finite",
+    "text": "reward_not_number",
+    "huge": "reward_not_number",
+    "huge_parts": "reward_too_large",
+    "deep": "reward_raised",
+    "leaves": "reward_raised",
+    "leaves_async": "reward_raised",
+    "dies": "reward_crashed",
+    "closes": "reward_crashed",
+}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with reward functions of every kind."""
+    (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hostile_rewards", raising=False)
+    return "hostile_rewards"
+
+
+def run(module: str, *names: str, path: str = "", **limits: Any) -> list[RewardResult | str]:
+    """The result or the reason of each call, all made at once after one that warms up both hosts."""
+    view = RolloutView(
+        task_id="t", rollout_id="r", messages=(Message("assistant", "hey"),), args={"path": path}
+    )
+
+    async def call(pool: HostPool, name: str) -> RewardResult | str:
+        try:
+            return await pool.run(load_reward(f"{module}:{name}"), view)
+        except RewardError as e:
+            return e.reason
+
+    async def all_of_them() -> list[RewardResult | str]:
+        pool = HostPool(
+            concurrency=8,
+            timeout_s=2.0,
+            start_s=20.0,
+            hosts=2,
+            limits={"memory_mb": 1024, **limits},
+            require=False,
+        )
+        try:
+            await asyncio.gather(*(call(pool, "good") for _ in range(4)))
+            return list(await asyncio.gather(*(call(pool, name) for name in names)))
+        finally:
+            pool.close()
+
+    return asyncio.run(all_of_them())
+
+
+def test_results_come_back_whole(hostile: str) -> None:
+    assert run(hostile, "good", "good_async", "failed", "writes_inside", "prints") == [
+        RewardResult(0.5, {"length": 3.0}),
+        RewardResult(0.75, {}, (0.25, 0.5)),
+        RewardResult.failure("by_rule"),
+        RewardResult(1.0),
+        RewardResult(1.0),
+    ]
+
+
+@pytest.mark.parametrize(("name", "reason"), REASONS.items())
+def test_each_fault_has_its_reason_and_harms_no_other_call(
+    hostile: str, tmp_path: Path, name: str, reason: str
+) -> None:
+    outside = tmp_path / "outside"
+    fine = RewardResult(0.5, {"length": 3.0})
+    assert run(hostile, "good", name, "good", "good", path=str(outside)) == [fine, reason, fine, fine]
+    assert not outside.exists()
+
+
+def test_what_is_granted_is_not_refused(hostile: str) -> None:
+    assert run(hostile, "swallows", "runs", network=True, processes=True) == [RewardResult(1.0)] * 2
+
+
+def test_the_probe_tells_what_is_missing_in_words() -> None:
+    assert all(isinstance(line, str) for line in probe())
+
+
+@pytest.mark.parametrize("turns", ["12", 3, [1.0, "x"], [float("inf")]])
+def test_rewards_per_turn_are_checked(turns: Any) -> None:
+    with pytest.raises(RewardError, match="reward_not_"):
+        result_of({"turns": turns})
