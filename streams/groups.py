@@ -155,6 +155,7 @@ class GroupBook(Generic[H]):
     def _place(self, score: Score, offset: int, at_ms: int, handle: H) -> Verdict:
         done = self._closed.get(score.group_id)
         if done is not None and (score.trajectory_id in done.trajectories or _was_in(done, at_ms)):
+            done.trajectories.add(score.trajectory_id)  # it may be repeated again, after the deadline
             return Verdict.DUPLICATE
         group = self._open.get(score.group_id)
         if done is not None or (group is None and at_ms > score.group_deadline_ms):

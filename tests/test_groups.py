@@ -307,3 +307,11 @@ def test_a_restart_at_the_committed_offset_sends_each_open_group_whole(
     for group in book.close_by_clock(DEADLINE + 5000):
         sent[group.group_id] = [(r.rollout_id, r.reward) for r in group.rollouts]
     assert sent == once
+
+
+def test_a_member_read_again_after_a_restart_is_no_late_one_when_it_is_repeated_past_the_deadline() -> None:
+    log = Log()
+    log.book.recall("g", "r0.0", DEADLINE)  # below the committed offset: the group was closed and sent
+    assert log.add(a_score("r1"), at_ms=DEADLINE - 1) is Verdict.DUPLICATE
+    assert log.add(a_score("r1"), at_ms=DEADLINE + 1) is Verdict.DUPLICATE
+    assert log.add(a_score("r2"), at_ms=DEADLINE + 1) is Verdict.LATE
