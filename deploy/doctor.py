@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..schemas.config import Config
 from ..schemas.errors import ConfigError
+from ..streams.sandbox.layers import probe
 from .broker import apache, embedded
 from .broker.launcher import choose_kind
 from .broker.limits import LIMITS
@@ -41,6 +42,7 @@ def diagnose(config: Config) -> list[Finding]:
         *_brokers(config),
         _bootstrap(config),
         _model(config),
+        _sandbox(config),
         *_ports(config),
     ]
 
@@ -112,6 +114,14 @@ def _model(config: Config) -> Finding:
     if config.policy.model is None:
         return Finding("note", "model", "policy.model is not set (`headrace demo` makes its own)")
     return _checked("model", lambda: str(check_model_dir(config.policy.model, chat=False)))
+
+
+def _sandbox(config: Config) -> Finding:
+    missing = probe()
+    if not missing:
+        return Finding("ok", "sandbox", "seccomp, Landlock and limits confine reward functions")
+    level: Literal["note", "error"] = "error" if config.verify.sandbox == "require" else "note"
+    return Finding(level, "sandbox", "missing for reward functions: " + "; ".join(missing))
 
 
 def _ports(config: Config) -> list[Finding]:
