@@ -58,6 +58,7 @@ def main() -> None:
                 os._exit(3)
 
     reply({"missing": missing})
+    threading.stack_size(4 << 20)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     threads = ThreadPoolExecutor(start["concurrency"])

@@ -149,6 +149,8 @@ class _Host:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            # An arena of address space for each thread would use up the limit.
+            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
             limit=MAX_LINE,
         )
         assert process.stdin is not None and process.stdout is not None
