@@ -33,7 +33,7 @@ try:
 except TopicAlreadyExistsError:
     pass
 admin.close()
-settings = _settings(config, topics)
+settings = _settings(config, topics) | {{"producer_linger": 0}}
 if not SAFE:
     del settings["TableManager"]
 app = faust.App(name, **settings)
@@ -44,17 +44,13 @@ facts = app.Table("facts", default=str, partitions=4)
 raw = dict(key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
 source = app.topic(topics.name(TRAJECTORIES), **raw)
 sink = topics.name(SAMPLES, config.policy.id)
-plain_sink = app.topic(sink, **raw)
 
 @app.agent(source, name="facts")
 async def agent(stream):
     async for event in stream.noack().events():
         facts[event.value.decode()] = "seen"
-        if SAFE:
-            outbox.after([await outbox.send(sink, event.key, event.value, [])], event.ack)
-        else:
-            await (await plain_sink.send(key=event.key, value=event.value))
-            event.ack()
+        await (await outbox.send(sink, event.key, event.value, []))
+        event.ack()
 
 async def main():
     import signal
