@@ -1,6 +1,7 @@
 """Storms on Apache Kafka: no input record missing, every group exactly what the log says, commits at the end.
 
-HEADRACE_STORM_SEEDS=20 runs twenty seeds of each kind; by default one.
+HEADRACE_STORM_SEEDS=20 runs twenty seeds of each kind, 60 s each (HEADRACE_STORM_SECONDS), from
+HEADRACE_STORM_FIRST on; by default one of 30 s. `pytest -s` shows a line for each.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from headrace.streams.kafka import closing, make_consumer, make_producer, partit
 
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
 
+LONG = "HEADRACE_STORM_SEEDS" in os.environ
 SEEDS = range(int(os.environ.get("HEADRACE_STORM_SEEDS", "1")))
 FIRST_SEED = int(os.environ.get("HEADRACE_STORM_FIRST", "0"))
-SECONDS = float(os.environ.get("HEADRACE_STORM_SECONDS", "60"))
+SECONDS = float(os.environ.get("HEADRACE_STORM_SECONDS", "60" if LONG else "30"))
 PER_SECOND = 300
 GROUP = 4
 SETTLE_SECONDS = 240.0
