@@ -13,6 +13,7 @@ from ..schemas.engine import EngineState, EngineStatus
 from ..streams.status import Status
 from .history import History
 from .restart_file import Counts, restarts_text
+from .restarts import RestartCause
 from .supervisor import Role
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,8 +44,13 @@ def run_view(
     processes = Table("process", "state", "restarts", box=None, pad_edge=False, header_style="dim")
     for role in roles:
         style = {"running": "green", "failed": "bold red", "waiting": "yellow"}.get(role.state, "dim")
-        processes.add_row(role.spec.name, Text(role.state, style=style), str(role.restarts.total))
+        processes.add_row(role.spec.name, Text(role.state, style=style), _restarts(role))
     return Panel(Group(facts, "", processes), title=title, title_align="left")
+
+
+def _restarts(role: Role) -> str:
+    stalled = role.restarts.causes[RestartCause.STALLED]
+    return f"{role.restarts.total}" + (f" ({stalled} stalled)" if stalled else "")
 
 
 def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, RenderableType]]:
