@@ -51,9 +51,16 @@ def rollout(
     _run("headrace.producers.rollout.worker", config, sets or (), worker_id)
 
 
-def train(config: ConfigOption = None, sets: SetOption = None) -> None:
+def train(
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    refuse: Annotated[
+        bool, typer.Option("--refuse", help="End if a trainer is at work already; else this one takes over.")
+    ] = False,
+) -> None:
     """Train on the samples topic and publish every version's weights."""
-    _run("headrace.consumers.trainer.role", config, sets or ())
+    second = ["trainer.second=refuse"] if refuse else []
+    _run("headrace.consumers.trainer.role", config, [*(sets or ()), *second])
 
 
 def _run(module: str, path: Path | None, sets: Sequence[str], *args: str) -> None:

@@ -256,6 +256,8 @@ class TrainerConfig(Section):
     anchor_every: Annotated[int, Field(ge=1)] = 20
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    second: Literal["fence", "refuse"] = "fence"
+    """When another trainer is at work for the policy: take over from it, or end. A supervisor's restart takes over."""
     threads: Annotated[int, Field(ge=1)] = 1
     deterministic: bool = True
 

@@ -1,6 +1,7 @@
 """samples -> batch -> payloads by reference -> one optimizer step -> delta -> blob -> record and offsets in one transaction.
 
 role.py         the process: opens everything in the order that makes a takeover safe
+presence.py     who is at work for the policy
 loop.py         the order of one version
 source.py       samples topic -> builder.py (pure): batches, lag limit, repeats, offsets
 payloads.py     samples -> trajectories, through refs.py: records by (partition, offset)

@@ -1,7 +1,7 @@
 """The trainer as a process: open everything in the order that makes a takeover safe, resume, train, close.
 
-Order: the transactional producer first (it fences an earlier trainer, whose open transaction is aborted), then
-the log, then checkpoints and redone steps, then the samples.
+Order: with `trainer.second = "refuse"` a look at who is at work; the transactional producer (it fences an earlier
+trainer, whose open transaction is aborted); the log; checkpoints and redone steps; the samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...streams.kafka import closing, make_consumer
 logger = logging.getLogger(__name__)
 
 FENCED_STATUS = 3
-"""Exit status when another trainer has taken over: starting again would only fence that one."""
+"""Exit status when another trainer has taken over, or is at work already: starting again would only fence that one."""
 
 
 def main(config: Config) -> int:
@@ -55,6 +55,7 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
     from .history import read_history
     from .loop import TrainerLoop
     from .payloads import Payloads
+    from .presence import Presence, refuse_second
     from .publish import Publisher, make_transactional
     from .refs import RefReader
     from .resume import Redo, config_hash, resume
@@ -70,6 +71,13 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
         config.run.dir / "checkpoints" / policy_id, keep=config.trainer.keep_checkpoints
     )
 
+    present = topics.group("trainer-presence", policy_id)
+    restarted = bool(os.environ.get(metrics.RESTARTS_VARIABLE))
+    if config.trainer.second == "refuse" and not restarted:
+        refuse_second(config.kafka, present, policy_id)
+    presence = Presence(config.kafka, present, topics.name(t.WEIGHTS, policy_id))
+    presence.start()
+    stack.callback(presence.close)
     producer = make_transactional(config.kafka, topics, policy_id)
     publisher = Publisher(producer, store, topics, policy_id, anchor_every=config.trainer.anchor_every)
     stack.callback(publisher.close)
