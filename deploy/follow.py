@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from kafka.errors import KafkaError
+
 from ..schemas.config import Config
 from ..schemas.engine import ENGINE
 from ..schemas.errors import InvalidMessageError
@@ -56,8 +58,12 @@ class Follower:
 
     def catch_up(self) -> None:
         """Read everything that is on the log at this moment."""
-        ends = self._consumer.end_offsets(self._followed)
         deadline = self._clock() + CATCH_UP_SECONDS
+        try:
+            ends = self._consumer.end_offsets(self._followed, timeout_ms=int(CATCH_UP_SECONDS * 1000))
+        except KafkaError as e:
+            logger.warning("the end of the log cannot be read, figures may be missing: %s", e)
+            return
         while any(self._consumer.position(p) < ends[p] for p in ends) and self._clock() < deadline:
             self.poll(0.02)
         self._count()
@@ -86,6 +92,11 @@ class Follower:
 
     def _count(self) -> None:
         self._counted = self._clock()
-        ends = self._consumer.end_offsets([*self._trajectories, *self._letters])
+        counted = [*self._trajectories, *self._letters]
+        try:
+            ends = self._consumer.end_offsets(counted, timeout_ms=int(COUNT_SECONDS * 1000))
+        except KafkaError as e:  # a broker that is away is being started again: whoever polls must not wait
+            logger.warning("the broker does not answer: %s", e)
+            return
         self.history.trajectories = sum(ends[p] for p in self._trajectories)
         self.history.dead_letters = sum(ends[p] for p in self._letters)

@@ -19,6 +19,7 @@ class RestartCause(StrEnum):
     STALLED = "stalled"
     """It ended itself because nothing moved."""
     KILLED = "killed"
+    """By a signal that is not of its own making."""
     CRASHED = "crashed"
 
 
@@ -34,11 +35,13 @@ class RestartRule:
     """At most `limit` restarts in a row, the n-th after `first_delay_s * 2**(n-1)`, capped.
 
     A process that lived `lasting_s` starts a new row: how slowly a machine gets a role to its failure must not
-    matter. `window_limit` restarts within `window_s` are too many all the same.
+    matter. `window_limit` restarts within `window_s` are too many all the same. A process that was killed from
+    outside did not fail by itself: `killed_lasting_s` starts a new row, and it is not counted in the window.
     """
 
     limit: int = 5
     lasting_s: float = 60.0
+    killed_lasting_s: float = 2.0
     window_limit: int = 30
     window_s: float = 3600.0
     first_delay_s: float = 0.5
@@ -61,7 +64,9 @@ class RestartState:
 
     def delay_after(self, status: int, *, now: float, lived_s: float) -> float | None:
         """Seconds to wait before the restart of a role that ended with `status` after `lived_s`; None: give up."""
-        if lived_s >= self.rule.lasting_s:
+        cause = cause_of(status)
+        killed = cause is RestartCause.KILLED
+        if lived_s >= (self.rule.killed_lasting_s if killed else self.rule.lasting_s):
             self._in_a_row = 0
         while self._recent and self._recent[0] <= now - self.rule.window_s:
             self._recent.popleft()
@@ -69,8 +74,9 @@ class RestartState:
         if status in (CONFIG, FENCED) or spent:
             return None
         self._in_a_row += 1
-        self._recent.append(now)
-        self.causes[cause_of(status)] += 1
+        if not killed:
+            self._recent.append(now)
+        self.causes[cause] += 1
         if status == WATCHDOG:
             return 0.0
         return min(self.rule.max_delay_s, self.rule.first_delay_s * 2 ** (self._in_a_row - 1))

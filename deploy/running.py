@@ -93,7 +93,7 @@ def run(
         Screen(title, about, started=started, quiet=quiet) as screen,
     ):
         stack = Stack(plan, tick=screen.phase, hurry=interrupts.hurry)
-        screen.roles = lambda: stack.supervisor.roles
+        screen.roles = lambda: stack.roles
         follower: Follower | None = None
         try:
             stack.start()

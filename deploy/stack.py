@@ -7,23 +7,23 @@ stop    rollout -> engines -> streams -> trainer -> broker, each with a time lim
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..schemas.config import ENV_PREFIX, Config, dump_config
-from ..schemas.errors import BrokerError, ConfigError
+from ..schemas.errors import ConfigError
 from ..schemas.task import Task
 from ..schemas.topics import SAMPLES, SCORES, TASKS, TRAJECTORIES, Topics
 from ..streams.kafka import closing, create_topics, make_consumer, make_producer, partitions_of
 from .broker.launcher import Broker, choose_kind, start_broker
 from .broker.limits import LIMITS, BrokerLimits
-from .processes import tail
 from .restart_file import write_restarts
 from .settings import RUN_FILE
-from .supervisor import RoleSpec, Supervisor
+from .supervisor import Role, RoleSpec, Supervisor
 from .tasks import publish_tasks
 
 PREPARE = "prepare"
@@ -51,8 +51,11 @@ class Stack:
         self.run_dir = plan.config.run.dir.resolve()
         run = plan.config.run.model_copy(update={"dir": self.run_dir})
         self.config = plan.config.model_copy(update={"run": run})
-        self.supervisor = Supervisor(on_restart=lambda counts: write_restarts(self.run_dir, counts))
+        self.supervisor = Supervisor(on_restart=self._note_restarts)
         self.broker: Broker | None = None
+        self._nodes = Supervisor(on_restart=self._note_restarts)
+        """The broker's processes: they outlive the roles, so that the end of the log can still be read."""
+        self._restarts: dict[str, Mapping[str, int]] = {}
 
     def start(self) -> None:
         """Start everything; returns when all roles have been started, which is before they are ready."""
@@ -78,13 +81,22 @@ class Stack:
             port = self.config.engine.port + n if self.config.engine.port else 0
             args = ["--id", f"engine-{n}", "--set", f"engine.port={port}"]
             self._role("engine", f"engine-{n}", args, stop_order=1)
-        self._role("rollout", "rollout-0", ["--id", "rollout-0"], stop_order=0, grace_s=30.0)
+        for n in range(self.config.rollout.workers):
+            self._role("rollout", f"rollout-{n}", ["--id", f"rollout-{n}"], stop_order=0, grace_s=30.0)
 
     def check(self) -> None:
-        """Raise when a role was given up or the broker died."""
+        """Restart what died. Raises RoleFailedError when a role, or a node of the broker, was given up."""
+        self._nodes.check()
         self.supervisor.check()
-        if self.broker is not None and not self.broker.running:
-            raise BrokerError(f"the broker died. {self.broker.log} ends with\n{tail(self.broker.log)}")
+
+    @property
+    def roles(self) -> list[Role]:
+        """All processes, those of the broker first."""
+        return [*self._nodes.roles, *self.supervisor.roles]
+
+    def _note_restarts(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        self._restarts.update(counts)
+        write_restarts(self.run_dir, self._restarts)
 
     @property
     def trained(self) -> bool:
@@ -99,11 +111,9 @@ class Stack:
     def stop(self) -> None:
         """Stop everything. Idempotent."""
         self.stop_roles()
+        self._nodes.stop(hurry=self._hurry)
         if self.broker is not None:
-            if self._hurry():
-                self.broker.kill()
-            else:
-                self.broker.stop()
+            self.broker.tidy()
 
     def _limits(self) -> BrokerLimits | None:
         """Of the broker that will be started; None for one that runs already."""
@@ -125,8 +135,25 @@ class Stack:
         kind, home = choose_kind(self.config.kafka)
         self._tick(f"starting {LIMITS[kind].title}")
         data, log = self.run_dir / "broker" / kind, self.run_dir / "logs" / "broker.log"
-        self.broker = start_broker(kind, data, home, log=log)
-        update = {"bootstrap": self.broker.bootstrap, "static_members": self.broker.config.static_members}
+        nodes = self.config.kafka.nodes if kind == "kafka" else 1
+        broker = self.broker = start_broker(kind, data, home, log=log, nodes=nodes)
+        for node in broker.nodes:
+            self._nodes.adopt(
+                RoleSpec(
+                    name=node.name,
+                    argv=node.command,
+                    log=node.log,
+                    grace_s=broker.grace_s,
+                    death_signal=signal.SIGTERM,
+                ),
+                node.process,
+            )
+        mine = broker.config
+        update = {
+            "bootstrap": mine.bootstrap,
+            "static_members": mine.static_members,
+            "replication_factor": mine.replication_factor,
+        }
         kafka = self.config.kafka.model_copy(update=update)
         self.config = self.config.model_copy(update={"kafka": kafka})
 

@@ -54,6 +54,8 @@ class RoleSpec:
     """Lower stops earlier; equal ones stop together."""
     grace_s: float = 10.0
     """Between SIGTERM and SIGKILL."""
+    death_signal: signal.Signals = signal.SIGKILL
+    """What it gets when this process dies."""
     finishes: bool = False
     """True when it may end with status 0 by itself; anything else that ends is restarted."""
 
@@ -99,6 +101,10 @@ class Supervisor:
     def start(self, spec: RoleSpec) -> None:
         """Start a role."""
         self._roles[spec.name] = Role(spec, RestartState(self._rule), _spawn(spec, ""), self._clock())
+
+    def adopt(self, spec: RoleSpec, process: subprocess.Popen[bytes]) -> None:
+        """Look after a process that was started with `spec` by someone else."""
+        self._roles[spec.name] = Role(spec, RestartState(self._rule), process, self._clock())
 
     def finished(self, name: str) -> bool:
         """True once a role that may end has ended well."""
@@ -170,7 +176,8 @@ class Supervisor:
 
 def _spawn(spec: RoleSpec, restarts: str) -> subprocess.Popen[bytes]:
     env = dict(os.environ if spec.env is None else spec.env)
-    return spawn(spec.argv, log=spec.log, env=env | {RESTARTS_VARIABLE: restarts})
+    env |= {RESTARTS_VARIABLE: restarts}
+    return spawn(spec.argv, log=spec.log, env=env, death_signal=spec.death_signal)
 
 
 def _causes_text(role: Role) -> str:

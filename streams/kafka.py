@@ -39,6 +39,9 @@ def client_settings(config: KafkaConfig) -> dict[str, Any]:
         "reconnect_backoff_ms": 50,
         "reconnect_backoff_max_ms": 1000,
         "bootstrap_timeout_ms": 10_000,
+        # A broker that has just come back may answer that no partition has a leader yet, and kafka-python believes
+        # that until its metadata are too old.
+        "metadata_max_age_ms": 5_000,
     }
     if config.ssl_cafile is not None:
         settings["ssl_cafile"] = str(config.ssl_cafile)

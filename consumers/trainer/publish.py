@@ -28,10 +28,13 @@ from ...schemas.weight_hash import set_hash, tensor_hashes
 from ...schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
 from ...streams.blobs import BlobStore
+from ...streams.bounded import bounded
 from ...streams.kafka import make_producer
 
 logger = logging.getLogger(__name__)
 
+TRANSACTION_SECONDS = 30.0
+"""A broker that comes back, or another one of the cluster, finishes it in a fraction of this."""
 RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 """Pauses between attempts to store a blob."""
 
@@ -108,13 +111,17 @@ class Publisher:
         )
 
     def commit(self, record: WeightRecord, refused: Sequence[tuple[Any, InvalidMessageError]] = ()) -> None:
-        """Send `record`, its offsets and the dead letters in one transaction. Raises FencedError, BrokerError."""
+        """Send `record`, its offsets and the dead letters in one transaction. Raises FencedError, BrokerError.
+
+        After a BrokerError it is not known whether the transaction came to its end: only the log tells.
+        """
         value = WEIGHTS.encode(record)
         headers = version_headers(WEIGHTS.tag, self._policy_id, record.version, record.version)
         offsets = {
             TopicPartition(self._samples_topic, p): OffsetAndMetadata(o, "", -1) for p, o in record.consumed
         }
-        try:
+
+        def transaction() -> None:
             self._producer.begin_transaction()
             sent = [self._producer.send(self._topic, value, key=self._policy_id.encode(), headers=headers)]
             sent += [self._send_letter(source, error) for source, error in refused]
@@ -122,7 +129,10 @@ class Publisher:
                 self._producer.send_offsets_to_transaction(offsets, self._group)
             self._producer.commit_transaction()
             for future in sent:
-                future.get(timeout=30)
+                future.get(timeout=TRANSACTION_SECONDS)
+
+        try:
+            bounded(transaction, limit_s=TRANSACTION_SECONDS, what="the transaction")
         except (ProducerFencedError, InvalidProducerEpochError) as e:
             raise FencedError(
                 f"another trainer has taken over policy {self._policy_id!r}; version {record.version} was not published"
@@ -173,7 +183,7 @@ def make_transactional(config: KafkaConfig, topics: t.Topics, policy_id: str) ->
         config, client_id=group, transactional_id=group, retry_backoff_ms=5, linger_ms=0, max_block_ms=30_000
     )
     try:
-        producer.init_transactions()
+        bounded(producer.init_transactions, limit_s=TRANSACTION_SECONDS, what="the start of transactions")
     except KafkaError as e:
         producer.close(timeout=1)
         raise BrokerError(f"the trainer's transactions cannot start: {e}") from e

@@ -135,15 +135,25 @@ class Broker:
                     f"{node.name} did not come back: {why}. {node.log} ends with\n{tail(node.log)}"
                 )
 
+    @property
+    def grace_s(self) -> float:
+        """How long a clean stop may take."""
+        from . import apache, embedded
+
+        return embedded.STOP_SECONDS if self.kind == "embedded" else apache.STOP_SECONDS
+
     def stop(self) -> None:
         """Clean stop: what was acknowledged is on disk afterwards. Idempotent."""
-        from . import apache, class_archive, embedded
-
         for node in self.nodes[1:]:
             node.process.send_signal(signal.SIGTERM)
-        grace = embedded.STOP_SECONDS if self.kind == "embedded" else apache.STOP_SECONDS
         for node in self.nodes:
-            stop(node.process, grace_s=grace)
+            stop(node.process, grace_s=self.grace_s)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """After a stop: keep what makes the next start fast."""
+        from . import class_archive
+
         if self.kind == "kafka":
             for folder in (self.data_dir, *self.data_dir.glob("node-*")):
                 class_archive.keep(folder)
