@@ -1,4 +1,4 @@
-"""A trainer process that kills itself (SIGKILL) at a chosen call: `python trainer_kills.py CONFIG POINT NTH`.
+"""A trainer that kills or stops itself at a chosen call: `python trainer_kills.py CONFIG POINT NTH [stop]`.
 
 Points lie in and between everything that a step does, so that no timing decides where a kill falls.
 """
@@ -57,6 +57,16 @@ def during(original: Act) -> Act:
     return act
 
 
+def stopped(original: Act) -> Act:
+    """Stops (SIGSTOP) before the call, which goes on when somebody continues the process."""
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **kwargs)
+
+    return act
+
+
 def torn_file(original: Act) -> Act:
     """Dies with half of a checkpoint's tensors in their file."""
 
@@ -99,11 +109,11 @@ POINTS: dict[str, tuple[Any, str, Callable[[Act], Act]]] = {
 """Name -> where the call is, and what is done instead of the n-th one."""
 
 
-def arm(point: str, nth: int) -> None:
-    """Let the `nth` call (1 is the first) at `point` end this process."""
+def arm(point: str, nth: int, *, stop: bool = False) -> None:
+    """Let the `nth` call (1 is the first) at `point` end this process, or `stop` it."""
     owner, name, kind = POINTS[point]
     original = getattr(owner, name)
-    act = kind(original)
+    act = stopped(original) if stop else kind(original)
     calls = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -118,5 +128,5 @@ if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     logging.getLogger("kafka").setLevel("WARNING")
     if len(sys.argv) > 2:
-        arm(sys.argv[2], int(sys.argv[3]))
+        arm(sys.argv[2], int(sys.argv[3]), stop="stop" in sys.argv)
     sys.exit(role.main(load_config(Path(sys.argv[1]))))

@@ -73,6 +73,8 @@ def members_of(config: KafkaConfig, group: str) -> list[str]:
             described = admin.describe_groups([group])[group]
     except KafkaError as e:
         raise BrokerError(f"the group {group} cannot be described: {e}") from e
+    if described["group_state"] == "Dead":  # as Kafka says of a group that never was
+        return []
     if described["error"]:
         raise BrokerError(f"the group {group} cannot be described: {described['error']}")
     return [str(member["client_host"]).lstrip("/") for member in described["members"]]
