@@ -145,6 +145,12 @@ staleness_in_queue = Histogram(
     buckets=VERSION_BUCKETS,
     registry=REGISTRY,
 )
+samples_stale = Counter(
+    "headrace_trainer_samples_stale",
+    "Samples that the trainer dropped as stale, by where the lag that was too much arose: while sampling, or after.",
+    ["part"],
+    registry=REGISTRY,
+)
 phase_seconds = Counter(
     "headrace_phase_seconds", "Trainer time by phase: update or stall.", ["phase"], registry=REGISTRY
 )
@@ -177,6 +183,8 @@ def _start_at_zero() -> None:
         rollouts.labels(status=status)
     for result in ("applied", "refused", "failed"):
         engine_updates.labels(result=result)
+    for part in ("in_flight", "in_queue"):
+        samples_stale.labels(part=part)
     for phase in ("update", "stall"):
         phase_seconds.labels(phase=phase)
     for stage in ("rollout", "verify", "feedback", "advantage", "trainer", "engine"):

@@ -39,6 +39,8 @@ class Batch:
     """(partition, next offset) of every partition after this batch."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> records passed over since the previous batch."""
+    stale_in_queue: int = 0
+    """Of the stale ones: those that were not stale when they were sampled, but went so while they waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class BatchBuilder:
         self._queued: set[str] = set()
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._dropped: Counter[str] = Counter()
+        self._stale_in_queue = 0
 
     @property
     def waiting(self) -> int:
@@ -101,7 +104,10 @@ class BatchBuilder:
             assert item.sample is not None
             admitted.append(Admitted(at=item.at, sample=item.sample, lag=_lag(item.sample, version)))
         dropped, self._dropped = dict(self._dropped), Counter()
-        return Batch(admitted=tuple(admitted), consumed=self.consumed, dropped=dropped)
+        in_queue, self._stale_in_queue = self._stale_in_queue, 0
+        return Batch(
+            admitted=tuple(admitted), consumed=self.consumed, dropped=dropped, stale_in_queue=in_queue
+        )
 
     @property
     def consumed(self) -> tuple[tuple[int, int], ...]:
@@ -127,6 +133,7 @@ class BatchBuilder:
                 self._dropped[item.reason] += 1
             elif item.sample is not None:
                 self._dropped["stale"] += 1
+                self._stale_in_queue += _lag(item.sample, version).in_flight <= self._max_lag
 
     def _trainable(self, version: int) -> int:
         return sum(self._is_trainable(item, version) for item in self._waiting)

@@ -54,6 +54,7 @@ class TrainerLoop:
         self._learner, self._publisher, self._checkpoints = learner, publisher, checkpoints
         self._consumed = consumed
         self._carried: Counter[str] = Counter()
+        self._stale_in_queue = 0
         self._saved = -1
 
     @property
@@ -98,6 +99,7 @@ class TrainerLoop:
 
     def _fetch(self, batch: Batch, payloads: Payloads) -> tuple[list[Row], list[Admitted]]:
         self._carried.update(batch.dropped)
+        self._stale_in_queue += batch.stale_in_queue
         found = payloads.rows([a.sample for a in batch.admitted])
         pairs = [(row, a) for row, a in zip(found, batch.admitted, strict=True) if row is not None]
         if len(pairs) < len(found):
@@ -111,6 +113,7 @@ class TrainerLoop:
         record = self._publisher.encode(self._learner.bits())
         timing = Timing(stall=stall, update=updated - started, publish=self._now() - updated)
         values = step_metrics(result, trained, timing, self._peak)
+        values["stale_in_queue"] = float(self._stale_in_queue)
         record = dataclasses.replace(
             record,
             samples=tuple(a.at for a in trained),
@@ -123,6 +126,7 @@ class TrainerLoop:
         metrics.publish_seconds.observe(self._now() - updated)
         export(result, trained, record.dropped, values)
         self._carried.clear()
+        self._stale_in_queue = 0
         self.save()
         logger.info(
             "step version=%d reward=%.3f lag_max=%d grad_norm=%.3f seconds=%.2f",

@@ -75,6 +75,9 @@ def export(
         metrics.staleness_in_queue.observe(a.lag.in_queue)
     for reason in OWN_REASONS:
         metrics.samples_dropped.labels(reason=reason).inc(dropped.get(reason, 0))
+    in_queue = values["stale_in_queue"]
+    metrics.samples_stale.labels(part="in_queue").inc(in_queue)
+    metrics.samples_stale.labels(part="in_flight").inc(dropped.get("stale", 0) - in_queue)
     metrics.stage_records.labels(stage="trainer").inc(len(trained) + sum(dropped.values()))
     metrics.trained_samples.inc(len(trained))
     metrics.trained_tokens.inc(result.tokens)
