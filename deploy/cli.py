@@ -12,7 +12,7 @@ import sys
 import typer
 
 from ..schemas.errors import ConfigError, FencedError, HeadraceError
-from . import commands_bench, commands_feedback, commands_inspect, commands_roles, commands_run
+from . import commands_audit, commands_bench, commands_feedback, commands_inspect, commands_roles, commands_run
 from .interrupts import Interrupted
 from .options import print_error
 from .restarts import CONFIG, FENCED
@@ -52,6 +52,7 @@ commands_inspect.add_to(app)
 commands_roles.add_to(app)
 commands_feedback.add_to(app)
 commands_bench.add_to(app)
+commands_audit.add_to(app)
 
 
 def main() -> None:
