@@ -11,6 +11,12 @@ from pathlib import Path
 
 from ...schemas.errors import ConfigError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoRoomError(ConfigError):
+    """The disk, a quota or a limit of file size is exhausted."""
+
 
 def unpack_release(archive: Path, target: Path) -> Path:
     """Unpack a verified .tgz with one folder at its top, so that the folder's contents are at `target`.
@@ -36,8 +42,8 @@ def unpack_release(archive: Path, target: Path) -> Path:
     except (tarfile.TarError, EOFError, zlib.error) as e:
         raise ConfigError(f"{archive} is damaged ({e}): remove it and fetch it again") from None
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConfigError(
+        if e.errno in NO_ROOM:
+            raise NoRoomError(
                 f"no room to unpack {archive} in {target.parent}: free some, then repeat"
             ) from None
         raise
