@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace.schemas.errors import RewardError
 from headrace.streams.rewards.base import Message, RewardResult, RolloutView, result_of
 from headrace.streams.rewards.load import load_reward
 from headrace.streams.rewards.pool import HostPool
+from headrace.streams.rewards.scratch import Scratch
 from headrace.streams.sandbox.layers import probe
 
 HOSTILE = """
@@ -45,6 +49,7 @@ def writes(r): open(r.args["path"], "w").write("x")
 def writes_inside(r):
     with open("note", "w") as f: f.write("x")
     return float(os.path.getsize("note"))
+def names_itself(r): return os.getpid()
 def nan(r): return float("nan")
 def text(r): return "1.0"
 def huge(r): return "x" * (8 << 20)
@@ -53,6 +58,15 @@ def deep(r): return deep(r)
 def leaves(r): sys.exit(0)
 async def leaves_async(r): sys.exit(0)
 def dies(r): os._exit(0)
+def forges(r):
+    reply = b'{"id": %d, "value": NaN, "components": {}, "turns": null, "failed": null}\\n'
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                os.write(fd, b"".join(reply % n for n in range(8)))
+        except OSError: pass
+    time.sleep(1)
+    return 1.0
 def closes(r):
     os.closerange(3, 100)
     return 1.0
@@ -80,6 +94,7 @@ REASONS = {
     "leaves_async": "reward_raised",
     "dies": "reward_crashed",
     "closes": "reward_crashed",
+    "forges": "reward_not_finite",
 }
 
 
@@ -92,7 +107,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "hostile_rewards"
 
 
-def run(module: str, *names: str, path: str = "", **limits: Any) -> list[RewardResult | str]:
+def run(
+    module: str, *names: str, path: str = "", timeout_s: float = 30.0, **limits: Any
+) -> list[RewardResult | str]:
     """The result or the reason of each call, all made at once after one that warms up both hosts."""
     view = RolloutView(
         task_id="t", rollout_id="r", messages=(Message("assistant", "hey"),), args={"path": path}
@@ -107,8 +124,8 @@ def run(module: str, *names: str, path: str = "", **limits: Any) -> list[RewardR
     async def all_of_them() -> list[RewardResult | str]:
         pool = HostPool(
             concurrency=8,
-            timeout_s=2.0,
-            start_s=20.0,
+            timeout_s=timeout_s,
+            start_s=60.0,
             hosts=2,
             limits={"memory_mb": 1024, **limits},
             require=False,
@@ -117,7 +134,7 @@ def run(module: str, *names: str, path: str = "", **limits: Any) -> list[RewardR
             await asyncio.gather(*(call(pool, "good") for _ in range(4)))
             return list(await asyncio.gather(*(call(pool, name) for name in names)))
         finally:
-            pool.close()
+            await pool.aclose()
 
     return asyncio.run(all_of_them())
 
@@ -138,8 +155,49 @@ def test_each_fault_has_its_reason_and_harms_no_other_call(
 ) -> None:
     outside = tmp_path / "outside"
     fine = RewardResult(0.5, {"length": 3.0})
-    assert run(hostile, "good", name, "good", "good", path=str(outside)) == [fine, reason, fine, fine]
+    limit = 2.0 if reason == "reward_timeout" else 30.0
+    found = run(hostile, "good", name, "good", "good", path=str(outside), timeout_s=limit)
+    assert found == [fine, reason, fine, fine]
     assert not outside.exists()
+
+
+WORKER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from headrace.streams.rewards.base import Message, RolloutView
+from headrace.streams.rewards.load import load_reward
+from headrace.streams.rewards.pool import HostPool
+async def main():
+    pool = HostPool(concurrency=2, timeout_s=600, hosts=2, limits={"memory_mb": 1024}, require=False)
+    view = RolloutView(task_id="t", rollout_id="r", messages=())
+    calls = [pool.run(load_reward(f"hostile_rewards:{n}"), view) for n in ("names_itself", "names_itself")]
+    print(*[int((await call).value) for call in calls], flush=True)
+    await pool.run(load_reward("hostile_rewards:hangs"), view)
+asyncio.run(main())
+"""
+
+
+def test_a_worker_killed_with_no_warning_leaves_no_process_and_its_folders_are_swept(
+    hostile: str, tmp_path: Path
+) -> None:
+    places = tmp_path / "temporary"
+    places.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(places)},
+    ) as worker:
+        assert worker.stdout is not None
+        hosts = {int(pid) for pid in worker.stdout.readline().split()}
+        assert hosts and all(psutil.pid_exists(pid) for pid in hosts)
+        assert len(list(places.iterdir())) == 1
+        Scratch(places).close()
+        assert len(list(places.iterdir())) == 1, "swept although its worker lives"
+        worker.kill()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in hosts if psutil.pid_exists(pid)], timeout=30)
+    assert not alive
+    Scratch(places).close()
+    assert not list(places.iterdir())
 
 
 def test_what_is_granted_is_not_refused(hostile: str) -> None:

@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,14 +24,16 @@ from ...schemas.config import VerifyConfig
 from ...schemas.errors import RewardError
 from .. import metrics
 from ..sandbox.layers import Policy
-from .base import RewardResult, RolloutView
+from .base import RewardResult, RolloutView, result_of
 from .load import LoadedReward
+from .scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 """For a host to start, and again to import a reward's module."""
 MAX_LINE = 1 << 20
+MAX_REASON = 100
 
 
 class HostPool:
@@ -56,6 +57,9 @@ class HostPool:
         self._starting = [asyncio.Lock() for _ in self._hosts]
         self._room = asyncio.Semaphore(concurrency)
         self._alone = asyncio.Lock()
+        self._scratch = Scratch()
+        self._living: list[_Host] = []
+        """Processes that have not ended yet, killed ones too."""
         self.running = 0
 
     async def run(self, reward: LoadedReward, view: RolloutView) -> RewardResult:
@@ -71,9 +75,14 @@ class HostPool:
 
     def close(self) -> None:
         """Kill the hosts."""
-        for host in self._hosts:
-            if host is not None:
-                host.kill()
+        for host in self._living:
+            host.kill()
+        self._scratch.close()
+
+    async def aclose(self) -> None:
+        """Kill the hosts and wait until they have ended."""
+        self.close()
+        await asyncio.gather(*(host.ended() for host in self._living))
 
     async def _tried(self, reward: LoadedReward, view: RolloutView) -> RewardResult:
         request = {"name": reward.name, "init": reward.init, "view": _fields(view)}
@@ -105,9 +114,12 @@ class HostPool:
 
     async def _started(self) -> _Host:
         try:
-            host = await asyncio.wait_for(_Host.start(self._limits, self._each), self._start_s)
+            host = await asyncio.wait_for(
+                _Host.start(self._scratch.folder(), self._limits, self._each), self._start_s
+            )
         except (OSError, ValueError, TimeoutError) as e:
             raise RewardError("sandbox_unavailable", f"a reward host did not start: {e!r}") from e
+        self._living = [*(h for h in self._living if not h.has_ended), host]
         if host.missing:
             logger.warning("the sandbox of rewards lacks %s", "; ".join(host.missing))
             if self._require:
@@ -141,9 +153,8 @@ class _Host:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, limits: Mapping[str, Any], concurrency: int) -> _Host:
+    async def start(cls, folder: str, limits: Mapping[str, Any], concurrency: int) -> _Host:
         """A host that is ready. OSError or ValueError where it does not come up."""
-        folder = tempfile.mkdtemp(prefix="headrace-reward-")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headrace.streams.rewards.host"),
             stdin=asyncio.subprocess.PIPE,
@@ -188,13 +199,7 @@ class _Host:
             if answer["error"] == "reward_memory":
                 self.kill("host_lost")
             raise RewardError(str(answer["error"]), str(answer["detail"]))
-        turns = answer["turns"]
-        return RewardResult(
-            answer["value"],
-            answer["components"],
-            tuple(turns) if turns is not None else None,
-            answer["failed"],
-        )
+        return _checked(answer)
 
     def kill(self, reason: str = "host_lost") -> None:
         """End the process and every call in it."""
@@ -208,6 +213,17 @@ class _Host:
         if asyncio.current_task() is not self._reader:
             self._reader.cancel()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.returncode is not None
+
+    async def ended(self) -> None:
+        """Wait for the process, after `kill`."""
+        await self._process.wait()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+
     async def _read(self) -> None:
         with contextlib.suppress(ValueError, KeyError, OSError):  # a broken line is a broken host
             while line := await self._out.readline():
@@ -215,6 +231,17 @@ class _Host:
                 if (answers := self.pending.get(answer["id"])) is not None:
                     answers.put_nowait(answer)
         self.kill("reward_crashed")
+
+
+def _checked(answer: Mapping[str, Any]) -> RewardResult:
+    """The host's word is not taken for it: a reward may have written on its pipe."""
+    try:
+        failed, turns = answer["failed"], answer["turns"]
+        if failed is not None:
+            return RewardResult.failure(str(failed)[:MAX_REASON])
+        return result_of(RewardResult(answer["value"], dict(answer["components"]), turns))
+    except (KeyError, TypeError, ValueError) as e:
+        raise RewardError("reward_crashed", f"a broken reply of the host: {e!r}") from e
 
 
 def _end(process: asyncio.subprocess.Process, folder: str) -> None:
