@@ -6,6 +6,7 @@ stop    rollout -> engines -> streams -> trainer -> broker, each with a time lim
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -103,6 +104,11 @@ class Stack:
         """True once the trainer has done all its steps."""
         roles = {role.spec.name for role in self.supervisor.roles}
         return "trainer" in roles and self.supervisor.finished("trainer")
+
+    def finish_with(self, name: str, settings: Mapping[str, object]) -> None:
+        """Start a trainer of another name, with `settings` over the run's, that ends by itself."""
+        sets = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        self._role("train", name, sets, stop_order=3, grace_s=30.0, finishes=True)
 
     def stop_roles(self) -> None:
         """Stop all but the broker, so that the end of the log can still be read. Idempotent."""

@@ -152,6 +152,10 @@ class Supervisor:
         for order in sorted({role.spec.stop_order for role in self._roles.values()}):
             self._stop_together([r for r in self._roles.values() if r.spec.stop_order == order], hurry)
 
+    def stop_some(self, names: Sequence[str]) -> None:
+        """Stop these roles together, and start them no more."""
+        self._stop_together([self._roles[name] for name in names], lambda: False)
+
     def _stop_together(self, roles: Sequence[Role], hurry: Callable[[], bool]) -> None:
         live = [role for role in roles if role.process.poll() is None]
         for role in live:

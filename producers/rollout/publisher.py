@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,9 @@ from ...streams.claims import check_in
 logger = logging.getLogger(__name__)
 
 RESEND_SECONDS = 1.0
+LEDGER_VARIABLE = "HEADRACE_ACK_LEDGER"
+"""Names a file to which the id of each acknowledged trajectory is appended, a line each: a second set of books, with
+which `headrace audit` proves that Kafka kept what it had acknowledged."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,6 +72,8 @@ class Publisher:
         self._progress = asyncio.Event()
         self.unsettled = 0
         """Records handed over and not acknowledged."""
+        path = os.environ.get(LEDGER_VARIABLE)
+        self._ledger = open(path, "a", buffering=1) if path else None  # noqa: SIM115
 
     async def publish(self, trajectory: Trajectory) -> None:
         """Hand over one trajectory; large ones go to the blob store first."""
@@ -132,6 +138,8 @@ class Publisher:
             if out.error is None:
                 self.unsettled -= 1
                 self._progress.set()
+                if self._ledger is not None:
+                    self._ledger.write(f"{out.trajectory.trajectory_id}\n")
                 self._done(out)
             elif isinstance(out.error, MessageSizeTooLargeError):
                 logger.error("store.inline_max_bytes is above what the topic takes: %s", out.error)
