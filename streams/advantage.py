@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 STAGE = "advantage"
 TICK_SECONDS = 0.25
 
+_RECORDS = metrics.stage_records.labels(stage=STAGE)
+
 
 @dataclass(slots=True)
 class PartitionState:
@@ -70,6 +72,8 @@ class Advantage:
         """group_id -> sendings whose delivery is not confirmed yet."""
         self._repeats: dict[str, list[Any]] = {}
         """group_id -> events of repeats that wait for that confirmation."""
+        self.preparing = False
+        """True while a partition's past is read, which holds up the others."""
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`."""
@@ -142,26 +146,11 @@ class Advantage:
         if state is not None and state.generation == generation:
             return state
         state = PartitionState(generation, Baselines(self._rule.window))
-        count = await asyncio.to_thread(
-            recall_before,
-            self._config.kafka,
-            self._topic,
-            message.partition,
-            message.offset,
-            at_ms=int(message.timestamp * 1000),
-            span_ms=self._span_ms,
-            recall=state.book.recall,
-        )
-        if self._rule.window:
-            await asyncio.to_thread(
-                observe_before,
-                self._config.kafka,
-                self._topic,
-                message.partition,
-                message.offset,
-                offsets=self._rule.window * RECALL_FACTOR,
-                observe=state.baselines.observe,
-            )
+        self.preparing = True
+        try:
+            count = await asyncio.to_thread(self._look_back, message, state) if message.offset else 0
+        finally:
+            self.preparing = False
         if generation != self._app.consumer_generation_id:
             return None
         logger.info(
@@ -169,6 +158,17 @@ class Advantage:
         )
         self._partitions[message.partition] = state
         return state
+
+    def _look_back(self, message: Any, state: PartitionState) -> int:
+        """Fill a new `state` with what lies before `message`; how many scores were recalled."""
+        at = (self._config.kafka, self._topic, message.partition, message.offset)
+        count = recall_before(
+            *at, at_ms=int(message.timestamp * 1000), span_ms=self._span_ms, recall=state.book.recall
+        )
+        if self._rule.window:
+            offsets = self._rule.window * RECALL_FACTOR
+            observe_before(*at, offsets=offsets, observe=state.baselines.observe)
+        return count
 
     async def _meet(self, policy_id: str) -> None:
         """Make sure that a policy's topics exist and its versions are followed."""
@@ -237,7 +237,7 @@ class Advantage:
 
 
 def _finish(events: list[Any]) -> None:
-    metrics.stage_records.labels(stage=STAGE).inc(len(events))
+    _RECORDS.inc(len(events))
     for event in events:
         event.ack()
 

@@ -21,11 +21,17 @@ from .gate import VersionBook, VersionFollower
 from .holes import look_with
 from .kafka import MAX_REQUEST
 from .outbox import Outbox
+from .quiet_monitor import QuietMonitor
 from .safe_faust import SafeTableManager, install
 from .verify import Verify
 
 ROLE = "streams"
 COMMIT_SECONDS = 0.5
+FETCH_BYTES = 256 * 1024
+"""Of one partition at once; a larger record still comes. All that was fetched is handed over before anything newer:
+megabytes of trajectories would keep the scores waiting for many seconds."""
+BATCH_BYTES = 256 * 1024
+"""The client's own 16 KiB would be three records: an Arrow stream of one row is mostly schema until it is compressed."""
 BUFFERED_RECORDS = 512
 """Per stream: what is fetched and not yet looked at."""
 
@@ -99,17 +105,19 @@ def _settings(config: Config, topics: Topics) -> dict[str, Any]:
         "topic_allow_declare": False,
         "topic_disable_leader": True,
         "TableManager": SafeTableManager,
+        "Monitor": QuietMonitor,
         "stream_wait_empty": False,
         "stream_buffer_maxsize": BUFFERED_RECORDS,
         "broker_session_timeout": 6.0,
         "broker_heartbeat_interval": 1.0,
         "broker_commit_interval": COMMIT_SECONDS,
         "consumer_auto_offset_reset": "earliest",
-        "consumer_max_fetch_size": MAX_REQUEST,
+        "consumer_max_fetch_size": FETCH_BYTES,
         "producer_max_request_size": MAX_REQUEST,
         "producer_acks": -1,
         "producer_compression_type": "zstd",
         "producer_linger": 0.02,
+        "producer_max_batch_size": BATCH_BYTES,
         "broker_credentials": _credentials(config.kafka),
     }
     if config.kafka.static_members:

@@ -48,7 +48,9 @@ class Outbox:
             await self._keep_known(topic)
         await self._room.acquire()
         try:
-            future = await self._app.producer.send(topic, key, value, partition, None, headers)
+            # The client itself: Faust's own send adds a buffer and a hook that are not used here.
+            client = self._app.producer._ensure_producer()
+            future = await client.send(topic, value, key=key, partition=partition, headers=headers)
         except BaseException:
             self._room.release()
             raise

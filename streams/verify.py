@@ -40,6 +40,9 @@ TRAJECTORY_HEADER = "trajectory"
 DEADLINE_HEADER = "group-deadline-ms"
 STORE_TRIES = 5
 
+_RECORDS = metrics.stage_records.labels(stage=STAGE)
+_SCORES = {status: metrics.scores.labels(status=status.value) for status in ScoreStatus}
+
 
 class Verify:
     """Scores the records of `trajectories`."""
@@ -189,7 +192,7 @@ class Verify:
             if kept is not None:
                 self._done_after(event, kept)
             return
-        metrics.scores.labels(status=outcome.status.value).inc()
+        _SCORES[outcome.status].inc()
         sent = await self._outbox.send(
             self._topic, score.group_id.encode(), value, score_headers(score, headers)
         )
@@ -200,7 +203,7 @@ class Verify:
 
     def _done_after(self, event: Any, delivery: asyncio.Future[Any]) -> None:
         def done() -> None:
-            metrics.stage_records.labels(stage=STAGE).inc()
+            _RECORDS.inc()
             event.ack()
 
         self._outbox.after([delivery], done)

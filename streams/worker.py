@@ -19,6 +19,7 @@ from . import metrics
 from .app import ROLE, StreamsApp, create_app
 from .feedback_topics import prepare_feedback_topics
 from .kafka import create_topics
+from .recall import READ_SECONDS
 from .watchdog import Reading, WatchdogThread
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def readings_of(app: StreamsApp, config: Config, ends: Ends) -> dict[str, Readin
         app,
         config.streams.watchdog_seconds,
         ends,
-        slow_s=slow,
+        slow_s=max(slow, READ_SECONDS if app.advantage_stage.preparing else 0.0),
         taken_of=Topics(config.run.namespace).name(SCORES),
         taken=app.advantage_stage.taken,
     )
@@ -113,7 +114,8 @@ def readings_of_consumer(
     """Readings of any app with the safe consumer: assignment, rebalance, table recovery, every partition.
 
     Where open groups hold commits back, in the topic `taken_of`, the offsets that were `taken` count, by
-    partition; elsewhere the committed ones, `slow_s` later.
+    partition; elsewhere the committed ones. One loop hands over all topics, so what it hands over of the others
+    counts for `taken_of` too. `slow_s`: how much longer than `limit_s` a record may take at this moment.
     """
     readings = {
         "the first assignment": Reading(0, app._assignment is None, REBALANCE_SECONDS),
@@ -129,12 +131,14 @@ def readings_of_consumer(
         return readings | {"the recovery of tables": Reading(recovered, True, RECOVERY_SECONDS)}
     end_of = ends([(tp.topic, tp.partition) for tp in positions]) if positions else {}
     of_partition = taken()
+    others = sum(due or 0 for tp, due in app.consumer.delivered().items() if tp.topic != taken_of)
     for tp, committed in positions.items():
-        position, limit = committed, limit_s + slow_s
+        position = moves = committed
         if tp.topic == taken_of:
-            position, limit = of_partition.get(tp.partition, committed), limit_s
+            position = of_partition.get(tp.partition, committed)
             if position is not None:
                 position = app.consumer.past_holes(tp, position)
+            moves = (position or 0) + others
         behind = (position or 0) < end_of[tp.topic, tp.partition]
-        readings[f"{tp.topic}-{tp.partition}"] = Reading(position, behind, limit)
+        readings[f"{tp.topic}-{tp.partition}"] = Reading(moves, behind, limit_s + slow_s)
     return readings

@@ -29,7 +29,8 @@ async def pass_through(bootstrap: str, source: str, target: str, count: int) -> 
         bootstrap_servers=bootstrap,
         acks="all",
         compression_type="zstd",
-        linger_ms=20,
+        linger_ms=0,
+        max_batch_size=256 * 1024,
         max_request_size=MAX_REQUEST,
     )
     await consumer.start()

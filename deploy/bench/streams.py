@@ -71,8 +71,9 @@ class Bench:
             "samples_per_s": round(samples, 1),
             "passthrough_per_s": round(passed, 1),
             "ratio": round(samples / passed, 3),
-            "three_workers_per_s": None if several is None else round(several, 1),
+            "three_workers_per_s": round(several, 1) if several is not None and workers == 3 else None,
             "workers": workers,
+            "workers_per_s": round(several if several is not None else samples, 1),
             "rounds": {"samples_per_s": _rounded(alone), "passthrough_per_s": _rounded(bare)},
             "records": self.load.records,
             "partitions": self.load.partitions,
@@ -82,18 +83,16 @@ class Bench:
 
     def memory(self, *, total: int, every: int) -> dict[str, Any]:
         """Resident set of one worker in MiB after each `every` of `total` scores, and its slope after the first half."""
-        namespace = f"bench{uuid.uuid4().hex[:8]}"
-        topics = Topics(namespace)
-        self._create(namespace)
         found: list[tuple[int, float]] = []
-        with self._process(namespace, "streams-0", self._streams_command(namespace)) as (process, log):
-            child = psutil.Process(process.pid)
-            for done in range(every, total + 1, every):
-                self._send(topics, every, start=done - every)
-                self._rate(topics.name(SAMPLES, POLICY), [process], [log], wanted=done, warm=0.0)
-                found.append((done, round(child.memory_info().rss / MIB, 1)))
-                self.say(f"{done:>9,} scores  resident {found[-1][1]:7.1f} MiB")
-        self._forget(namespace)
+        with self._namespace() as namespace:
+            target, command = Topics(namespace).name(SAMPLES, POLICY), self._streams_command(namespace)
+            with self._process(namespace, "streams-0", command) as (process, log):
+                child = psutil.Process(process.pid)
+                for done in range(every, total + 1, every):
+                    self._send(Topics(namespace), every, start=done - every)
+                    self._rate(target, [process], [log], wanted=done, warm=0.0)
+                    found.append((done, round(child.memory_info().rss / MIB, 1)))
+                    self.say(f"{done:>9,} scores  resident {found[-1][1]:7.1f} MiB")
         late = found[len(found) // 2 :]
         growth = statistics.linear_regression(*zip(*late, strict=True)).slope if len(late) > 1 else 0.0
         return {
@@ -105,21 +104,26 @@ class Bench:
 
     def _timed(self, what: str, run: Callable[[str], float]) -> float:
         self.say(f"{what}: filling")
-        namespace = f"bench{uuid.uuid4().hex[:8]}"
-        self._fill(namespace)
-        self.say(f"{what}: running")
-        rate = run(namespace)
+        with self._namespace() as namespace:
+            self._send(Topics(namespace), self.load.records)
+            self.say(f"{what}: running")
+            rate = run(namespace)
         self.say(f"{what}: {rate:,.0f} records/s")
-        self._forget(namespace)
         return rate
+
+    @contextlib.contextmanager
+    def _namespace(self) -> Iterator[str]:
+        """Topics of their own, deleted afterwards."""
+        namespace = f"bench{uuid.uuid4().hex[:8]}"
+        self._create(namespace)
+        try:
+            yield namespace
+        finally:
+            self._forget(namespace)
 
     def _records(self, count: int, *, start: int = 0) -> Iterator[tuple[bytes, bytes, Any]]:
         load = self.load
         return thin.records(start, count, group_size=load.group_size, tokens=load.tokens, policy_id=POLICY)
-
-    def _fill(self, namespace: str) -> None:
-        self._create(namespace)
-        self._send(Topics(namespace), self.load.records)
 
     def _send(self, topics: Topics, count: int, *, start: int = 0) -> None:
         name = topics.name(TRAJECTORIES)
