@@ -54,9 +54,10 @@ ENGINES = TopicSpec(
     partitions=1,
     configs={"cleanup.policy": "compact,delete", "retention.ms": str(DAY_MS), "max.message.bytes": str(MIB)},
 )
+WORKERS = TopicSpec(topic="workers", partitions=1, configs=ENGINES.configs)
 DEADLETTERS = TopicSpec(topic="deadletters", partitions=1, configs=_bulk(30, 5))
 
-ALL_TOPICS = (TASKS, TRAJECTORIES, FEEDBACK, SCORES, SAMPLES, WEIGHTS, ENGINES, DEADLETTERS)
+ALL_TOPICS = (TASKS, TRAJECTORIES, FEEDBACK, SCORES, SAMPLES, WEIGHTS, ENGINES, WORKERS, DEADLETTERS)
 
 
 def checked_name(value: str, *, what: str) -> str:

@@ -81,7 +81,7 @@ def test_reports_come_as_json(embedded_broker: Broker, namespace: str, tmp_path:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    assert len(report("topics", "create")["created"]) == 8
+    assert len(report("topics", "create")["created"]) == 9
     assert report("topics", "create")["created"] == []
     assert {t["records"] for t in report("topics", "ls")["topics"]} == {0}
     assert set(report("status")["stages"]) == {"verify", "advantage", "trainer", "engines"}

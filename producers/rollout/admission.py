@@ -7,14 +7,16 @@ order and more than once; nothing here reads a clock or a topic.
 
 Ahead of the trainer is then at most (max_lag + 1) * batch_size, but for one case: less than a batch is ahead,
 and the group is larger than what is left. It must start all the same, or the trainer would wait for ever.
-Workers do not see each other's running rollouts, only the shared backlog: n of them may overshoot together by
-n - 1 times their unfinished work, which the gate and the trainer then drop.
+Several workers share it: each takes an equal part of what is not ahead, and stays below what the others have told
+of theirs (peers.py). What they tell is a moment old, so n of them may overshoot together by a group each but one,
+and while they do not know of each other yet (or one was taken for dead) by its unfinished work; the gate and the
+trainer then drop what is too old.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...streams.staleness import admission_capacity
 
@@ -59,8 +61,13 @@ class Ledger:
         return sum(map(len, self._ahead.values()))
 
     @property
+    def outstanding(self) -> int:
+        """Own rollouts whose fate is not known."""
+        return self.running + self.unresolved
+
+    @property
     def capacity(self) -> int:
-        """Rollouts that may start now."""
+        """Rollouts that may start now, were this the only worker."""
         return admission_capacity(
             max_lag=self._max_lag,
             version=self.version,
@@ -69,9 +76,14 @@ class Ledger:
             running=self.running,
         )
 
-    def may_start(self, size: int) -> bool:
-        """True when a whole group of `size` rollouts may start."""
-        return self.capacity >= size or self.ahead + self.unresolved + self.running < self._batch_size
+    def may_start(self, size: int, others: Sequence[int] = ()) -> bool:
+        """True when a whole group of `size` rollouts may start; `others`: what each other worker has outstanding."""
+        elsewhere, workers = sum(others), len(others) + 1
+        if self.capacity - elsewhere < size:
+            missing = self._batch_size - self.ahead
+            return self.outstanding + elsewhere < missing and self.outstanding * workers < missing
+        share = (self.capacity + self.outstanding) // workers
+        return self.outstanding + size <= max(share, size)
 
     def start(self, rollout_ids: Iterable[str]) -> None:
         """These rollouts are running."""

@@ -21,9 +21,11 @@ from ...schemas.errors import InvalidMessageError
 from ...schemas.sample import FATE_HEADER, ROLLOUT_HEADER, TRAJECTORY_HEADER, Fate
 from ...schemas.task import TASK
 from ...schemas.weights import WEIGHTS
+from ...schemas.worker import WORKER
 from ...streams.kafka import make_consumer, partitions_of, poll_records
 from .admission import Ledger
 from .engine_pool import EnginePool
+from .peers import Peers
 from .tasks import TaskPool
 
 logger = logging.getLogger(__name__)
@@ -40,13 +42,16 @@ class Intake:
         tasks: TaskPool,
         engines: EnginePool,
         ledger: Ledger,
+        peers: Peers,
         refuse: Callable[[Any, InvalidMessageError], None],
     ) -> None:
         """`refuse` is told of task records that cannot be used."""
         self._tasks, self._engines, self._ledger, self._refuse = tasks, engines, ledger, refuse
+        self._peers = peers
         self._appliers: dict[str, Callable[[Any], None]] = {
             topics.name(t.TASKS): self._task,
             topics.name(t.ENGINES): self._engine,
+            topics.name(t.WORKERS): self._worker,
             topics.name(t.WEIGHTS, policy_id): self._weights,
             topics.name(t.SAMPLES, policy_id): self._sample,
             topics.name(t.DEADLETTERS): self._dead_letter,
@@ -81,6 +86,12 @@ class Intake:
             self._engines.remove((record.key or b"").decode("utf-8", "replace"))
         else:
             self._engines.update(ENGINE.decode(record.value, record.headers))
+
+    def _worker(self, record: Any) -> None:
+        if record.value is None:
+            self._peers.remove((record.key or b"").decode("utf-8", "replace"))
+        else:
+            self._peers.update(WORKER.decode(record.value, record.headers))
 
     def _weights(self, record: Any) -> None:
         weights = WEIGHTS.decode(record.value, record.headers)
@@ -153,7 +164,7 @@ class LogReader:
         samples = partitions_of(consumer, self._topics.name(t.SAMPLES, self._policy_id))
         starts |= {p: consumed[p.partition] for p in samples if p.partition in consumed}
         old = [p for p in samples if p not in starts]
-        for spec in (t.TASKS, t.ENGINES):
+        for spec in (t.TASKS, t.ENGINES, t.WORKERS):
             old += partitions_of(consumer, self._topics.name(spec))
         letters = partitions_of(consumer, self._topics.name(t.DEADLETTERS))
         consumer.assign([*starts, *old, *letters])

@@ -24,6 +24,11 @@ class TaskPool:
         self.passes = 0
         """Passes begun."""
 
+    def begin_at(self, version: int) -> None:
+        """Shuffle by the version at the start too: a worker that is started again begins with other tasks."""
+        if version:
+            self._seed += f":{version}"
+
     def __len__(self) -> int:
         return len(self._train)
 

@@ -26,9 +26,11 @@ from typing import Any
 from kafka import KafkaProducer
 
 from ...schemas import topics as t
+from ...schemas.codec import SCHEMA_HEADER
 from ...schemas.config import Config
 from ...schemas.errors import InvalidMessageError
 from ...schemas.task import Task
+from ...schemas.worker import WORKER
 from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.kafka import make_producer
@@ -38,6 +40,7 @@ from .crew import Crew
 from .engine_pool import EngineClient, EnginePool, RetryRule
 from .followers import Intake, LogReader
 from .groups import GroupMaker
+from .peers import Peers
 from .publisher import Outgoing, Publisher, refuse
 from .tasks import TaskPool
 from .tokenizing import load_tokenizer
@@ -74,6 +77,7 @@ class RolloutWorker:
         )
         self.engines = EnginePool(config.policy.id, connect, rule=retry)
         self.tasks = TaskPool(config.policy.id, f"{config.run.seed}:{worker_id}")
+        self.peers = Peers(worker_id, config.policy.id)
         self.clock = ClockCheck()
         self._maker = maker
         self._incarnation = uuid.uuid4().hex[:8]
@@ -96,7 +100,8 @@ class RolloutWorker:
             make_producer, self.config.kafka, client_id=self.worker_id, **PRODUCER
         )
         topic = self.topics.name(t.TRAJECTORIES)
-        await asyncio.to_thread(producer.partitions_for, topic)  # else the first send blocks the loop
+        for name in (topic, self.topics.name(t.WORKERS)):
+            await asyncio.to_thread(producer.partitions_for, name)  # else the first send blocks the loop
         publisher = Publisher(
             producer,
             topic,
@@ -116,12 +121,13 @@ class RolloutWorker:
         reader.start()
         metrics.role_up.labels(role="rollout").set(1)
         try:
-            await self._admit(crew)
+            await self._admit(crew, producer)
             await crew.drain(DRAIN_SECONDS, self._hurry)
             missing = await publisher.flush(FLUSH_SECONDS)
         finally:
             metrics.role_up.labels(role="rollout").set(0)
             await crew.close()
+            producer.send(self.topics.name(t.WORKERS), key=self.worker_id.encode(), value=None)
             await asyncio.to_thread(reader.stop)
             await self.engines.close()
             await asyncio.to_thread(producer.close, timeout=FLUSH_SECONDS)
@@ -136,7 +142,7 @@ class RolloutWorker:
         self._stopping = True
         self._wake.set()
 
-    async def _admit(self, crew: Crew) -> None:
+    async def _admit(self, crew: Crew, producer: KafkaProducer) -> None:
         waiting_since = time.monotonic()
         forget_at = 0
         while not self._stopping:
@@ -144,6 +150,7 @@ class RolloutWorker:
             if now >= forget_at:
                 forget_at = now + 1000
                 self._forget(now)
+            self._tell_peers(producer, now)
             self._wake.clear()
             if self._may_open(now):
                 metrics.admission_waits.inc(time.monotonic() - waiting_since)
@@ -168,7 +175,7 @@ class RolloutWorker:
         running = self.ledger.running
         if running and (self.engines.failing or running + size > self.config.rollout.concurrency):
             return False
-        return self.ledger.may_start(size) and self.clock.may_open(now, running=running)
+        return self.ledger.may_start(size, self.peers.others) and self.clock.may_open(now, running=running)
 
     def _open(self, crew: Crew, now: int) -> None:
         """Start all rollouts of one group."""
@@ -201,6 +208,14 @@ class RolloutWorker:
         metrics.rollout_seconds.observe(max(0.0, (out.acked_ms - record.stamps[0][1]) / 1000))
         self._wake.set()
 
+    def _tell_peers(self, producer: KafkaProducer, now: int) -> None:
+        told = self.peers.announcement(self.ledger.outstanding, at_ms=now)
+        if told is not None:
+            value, headers = WORKER.encode(told), [(SCHEMA_HEADER, WORKER.tag.encode())]
+            producer.send(
+                self.topics.name(t.WORKERS), key=self.worker_id.encode(), value=value, headers=headers
+            )
+
     def _tell_clock(self) -> None:
         if self.clock.wrong:
             logger.error(
@@ -225,11 +240,13 @@ class RolloutWorker:
             tasks=self.tasks,
             engines=self.engines,
             ledger=self.ledger,
+            peers=self.peers,
             refuse=lambda record, e: refuse(producer, letters, record, e, now_ms=_now_ms()),
         )
 
         def caught_up(_: None) -> None:
             self._caught_up = True
+            self.tasks.begin_at(self.ledger.version)
             self._wake.set()
 
         def apply(records: list[Any]) -> None:
