@@ -21,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
         help="Measure: speeds beside a yardstick of the same run.", no_args_is_help=True, add_completion=False
     )
     bench.command()(streams)
+    bench.command()(chaos)
     app.add_typer(bench, name="bench", rich_help_panel=PANEL)
 
 
@@ -50,6 +51,39 @@ def streams(
             found = {**bench.run(workers=1 if one_worker else workers), **decode_mb_s()}
         found["broker"] = title
     _show(found, as_json)
+
+
+def chaos(
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long processes are killed.")] = 5.0,
+    kills: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
+    seed: Annotated[int, typer.Option(help="Of who is hurt when.")] = 0,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="A new folder for the run; kept. Else a temporary one, kept on failure."),
+    ] = None,
+    kafka_home: KafkaHomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill -9 of random roles and broker nodes under the whole loop; then the books must balance, else status 1."""
+    import shutil
+
+    from .bench.chaos import Trial
+    from .bench.chaos import chaos as run
+
+    folder = run_dir or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    trial = Trial(run_dir=folder, seconds=minutes * 60, kills=kills, seed=seed, kafka_home=kafka_home)
+    try:
+        found = run(trial, _say)
+    except BaseException:
+        _say(f"the run is kept in {folder}")
+        raise
+    if run_dir is None and found["passed"]:
+        shutil.rmtree(folder)
+        del found["run_dir"]
+    _show(found, as_json)
+    for problem in found["problems"]:
+        _say(f"does not add up: {problem}")
+    raise typer.Exit(0 if found["passed"] else 1)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Never a second broker node while the cluster has not all replicas back: what is 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,14 +46,14 @@ class Monkey:
         """Who is stopped."""
         return frozenset(self._frozen)
 
-    def blows(self, now: float, roles: Sequence[str], nodes: Sequence[str]) -> list[Blow]:
-        """Due at `now`. `roles`: live role processes; `nodes`: broker nodes, empty while none may be hurt."""
+    def blows(self, now: float, roles: Sequence[str], nodes: Callable[[], Sequence[str]]) -> list[Blow]:
+        """Due at `now`. `roles`: live role processes; `nodes()`: broker nodes, empty while none may be hurt."""
         due = [Blow("thaw", name) for name, until in self._frozen.items() if now >= until]
         for blow in due:
             del self._frozen[blow.name]
         if now >= self._next:
             self._next = now + self._pause()
-            blow = self._choose(now, roles, nodes)
+            blow = self._choose(now, roles, nodes())
             if blow is not None:
                 due.append(blow)
         return due
