@@ -36,9 +36,13 @@ def spawn(
     log: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    death_signal: signal.Signals = signal.SIGKILL,
+    death_signal: signal.Signals | None = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` in a process group of its own, output appended to `log`, `death_signal` when the parent dies."""
+    """Start `argv` in a process group of its own, output appended to `log`, `death_signal` when the parent dies.
+
+    Without a `death_signal` it outlives the parent, in a session of its own.
+    """
+    die = None if _LIBC is None or death_signal is None else _die_with(os.getpid(), death_signal)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out, shielded():
         process = subprocess.Popen(
@@ -48,8 +52,9 @@ def spawn(
             stderr=subprocess.STDOUT,
             env=dict(env) if env is not None else None,
             cwd=cwd,
-            process_group=0,
-            preexec_fn=_die_with(os.getpid(), death_signal) if _LIBC is not None else None,
+            process_group=None if death_signal is None else 0,
+            start_new_session=death_signal is None,
+            preexec_fn=die,
         )
         for scope in _scopes[-1:]:
             scope.append(process)

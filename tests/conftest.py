@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.kafka)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_fetched_release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A release in the developer's own data folder changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADRACE_DATA", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def embedded_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     """The embedded broker, one process for the session."""

