@@ -10,6 +10,7 @@ from typing import Any
 
 from kafka import KafkaConsumer, TopicPartition
 
+from ..consumers.trainer.sample_list import samples_of
 from ..schemas.codec import POLICY_HEADER, header
 from ..schemas.config import Config
 from ..schemas.deadletter import SETTLES, read_dead_letter
@@ -88,7 +89,8 @@ class _Books:
         audit = Audit(self._committed(), expired=self._expired())
         for record in self._read(WEIGHTS):
             weights = WEIGHT_RECORD.decode(record.value, record.headers)
-            audit.weights(weights, [(ref.partition, ref.offset) for ref in weights.samples])
+            refs = samples_of(weights, self._store)
+            audit.weights(weights, [(ref.partition, ref.offset) for ref in refs])
         for record in self._read(DEADLETTERS):
             if header(record.headers, SETTLES) is None:
                 letter = read_dead_letter(record.headers)

@@ -72,11 +72,11 @@ class History:
         """A new policy version."""
         self.version = record.version
         self.full_bytes = record.full_bytes or self.full_bytes
-        self.trained += len(record.samples)
+        self.trained += record.trained
         self.dropped.update(record.dropped)
         self.metrics = dict(record.metrics)
         reward = record.metrics.get("reward_mean")
-        if reward is None or not record.samples:
+        if reward is None or not record.trained:
             return
         before = self.steps[-1].reward_ema if self.steps else reward
         self.steps.append(
@@ -87,7 +87,7 @@ class History:
                 reward_ema=EMA * before + (1 - EMA) * reward,
                 lag_mean=record.metrics.get("lag_mean", 0.0),
                 lag_max=record.metrics.get("lag_max", 0.0),
-                samples=len(record.samples),
+                samples=record.trained,
                 delta_bytes=sum(b.size for b in record.blobs_of(BlobKind.DELTA)),
                 step_seconds=record.metrics.get("step_seconds"),
             )

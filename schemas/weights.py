@@ -26,6 +26,8 @@ class BlobKind(StrEnum):
     """All tensors."""
     DELTA = "delta"
     """What changed since `base_version`."""
+    SAMPLES = "samples"
+    """The sample records that made this step, where they are too many for the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ class WeightRecord:
     """Rolling hash (uint64) of this version's weights: schemas/delta.py."""
     blobs: tuple[WeightBlob, ...]
     samples: tuple[Ref, ...] = ()
-    """The sample records that made this step, in training order (partition, offset of the `samples` topic)."""
+    """The sample records that made this step, in training order (partition, offset of the `samples` topic); empty
+    where a blob of kind SAMPLES holds them (consumers/trainer/sample_list.py reads either)."""
     consumed: tuple[tuple[int, int], ...] = ()
     """(partition, next offset) of `samples` after this step: what the trainer has finished with."""
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +77,11 @@ class WeightRecord:
     def blobs_of(self, kind: BlobKind) -> tuple[WeightBlob, ...]:
         """The shards of one kind, in shard order."""
         return tuple(sorted((b for b in self.blobs if b.kind is kind), key=lambda b: b.shard))
+
+    @property
+    def trained(self) -> int:
+        """How many samples made this step, wherever their list is."""
+        return len(self.samples) or int(self.metrics.get("samples", 0))
 
     @property
     def has_anchor(self) -> bool:

@@ -15,6 +15,7 @@ from trainer_world import POLICY, World
 
 from headrace.consumers.trainer.payloads import Payloads
 from headrace.consumers.trainer.refs import RefReader
+from headrace.consumers.trainer.sample_list import samples_of
 from headrace.consumers.trainer.step import make_learner
 from headrace.schemas import topics as t
 from headrace.schemas.config import dump_config
@@ -30,15 +31,15 @@ def uninterrupted(world: World) -> list[int]:
     config, topics = world.config, world.topics
     assert config.policy.model is not None
     samples = RefReader(config.kafka, topics.name(t.SAMPLES, POLICY), client_id="samples")
-    payloads = Payloads(
-        RefReader(config.kafka, topics.name(t.TRAJECTORIES), client_id="payloads"),
-        BlobStore(config.store_uri),
-    )
+    store = BlobStore(config.store_uri)
+    trajectories = RefReader(config.kafka, topics.name(t.TRAJECTORIES), client_id="payloads")
+    payloads = Payloads(trajectories, store)
     learner = make_learner(config.policy.model, config.trainer)
     hashes = [set_hash(learner.bits())]
     for version in world.versions()[1:]:
-        raw = samples.fetch(version.samples)
-        rows = payloads.rows([SAMPLE.decode(raw[r].value, raw[r].headers) for r in version.samples])
+        refs = samples_of(version, store)
+        raw = samples.fetch(refs)
+        rows = payloads.rows([SAMPLE.decode(raw[r].value, raw[r].headers) for r in refs])
         learner.step([row for row in rows if row is not None])
         hashes.append(set_hash(learner.bits()))
     samples.close()
@@ -46,12 +47,12 @@ def uninterrupted(world: World) -> list[int]:
     return hashes
 
 
-def killed_at(world: World, point: str, nth: int) -> tuple[int, str]:
+def killed_at(world: World, point: str, nth: int, *more: str) -> tuple[int, str]:
     """A trainer that dies at the `nth` call of `point`: its exit status and log."""
     path = world.config.run.dir / "config.json"
     dump_config(world.config, path)
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(path), point, str(nth)], stderr=subprocess.PIPE, text=True
+        [sys.executable, str(SCRIPT), str(path), point, str(nth), *more], stderr=subprocess.PIPE, text=True
     )
     _, log = process.communicate(timeout=120)
     return process.returncode, log

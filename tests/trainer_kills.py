@@ -1,4 +1,6 @@
-"""A trainer that kills or stops itself at a chosen call: `python trainer_kills.py CONFIG POINT NTH [stop]`.
+"""A trainer that kills or stops itself at a chosen call: `python trainer_kills.py CONFIG POINT NTH [stop] [few]`.
+
+`few`: a list of more than 4 samples is too long for the weight record.
 
 Points lie in and between everything that a step does, so that no timing decides where a kill falls.
 """
@@ -18,7 +20,7 @@ from typing import Any
 import kafka
 import torch
 
-from headrace.consumers.trainer import checkpoint, role
+from headrace.consumers.trainer import checkpoint, role, sample_list
 from headrace.consumers.trainer.payloads import Payloads
 from headrace.consumers.trainer.step import Learner
 from headrace.schemas.config import load_config
@@ -128,5 +130,7 @@ if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     logging.getLogger("kafka").setLevel("WARNING")
     if len(sys.argv) > 2:
+        if "few" in sys.argv:
+            sample_list.INLINE_SAMPLES = 4
         arm(sys.argv[2], int(sys.argv[3]), stop="stop" in sys.argv)
     sys.exit(role.main(load_config(Path(sys.argv[1]))))

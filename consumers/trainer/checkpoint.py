@@ -2,6 +2,7 @@
 
     <root>/v000020/state.safetensors    fp32 master, Adam moments and step counts, torch's generator
     <root>/v000020/meta.json            version, weights hash, offsets, hash of the settings
+    <root>/v000020.other                of another log: never used, never removed
 
 Written to a temporary folder, flushed to disk, then renamed. Nothing in them is code.
 """
@@ -13,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,29 +48,58 @@ class Checkpoints:
         self.root, self._keep = root, keep
 
     def save(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Write one, then remove the oldest beyond `keep`. One that exists under this version is replaced."""
+        """Write one, then remove the oldest beyond `keep`, never the one just written. Raises OSError.
+
+        One that exists under this version is replaced. A death at any moment leaves the old one or the new one.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.glob("*.part"):
-            shutil.rmtree(leftover)
+        self._tidy()
         part = self.root / f"v{info.version:06d}.part"
         part.mkdir()
         state = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         state[_GENERATOR] = torch.get_rng_state()
-        save_file(state, part / _STATE)
+        try:
+            save_file(state, part / _STATE)
+        except safetensors.SafetensorError as e:
+            raise OSError(f"{part / _STATE} cannot be written: {e}") from e
         (part / _META).write_text(json.dumps(_to_json(info), indent=1))
         for path in (part / _STATE, part / _META, part):
             _flush(path)
         final = part.with_suffix("")
+        old = final.with_suffix(".old")
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)
         part.rename(final)
         _flush(self.root)
-        for version in self._versions()[: -self._keep]:
+        shutil.rmtree(old, ignore_errors=True)
+        others = [version for version in self._versions() if version != info.version]
+        for version in others[: len(others) + 1 - self._keep]:
             shutil.rmtree(self._folder(version))
         return final
 
+    def set_aside(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Rename these to `<name>.other`: checkpoints of another log would push out this one's."""
+        for info in infos:
+            folder = self._folder(info.version)
+            other = folder.with_suffix(".other")
+            shutil.rmtree(other, ignore_errors=True)
+            folder.rename(other)
+            logger.warning("a checkpoint of another log is set aside: %s", other)
+
+    def _tidy(self) -> None:
+        """Finish what a death interrupted: an old checkpoint without its successor is the checkpoint."""
+        for leftover in self.root.glob("*.part"):
+            shutil.rmtree(leftover)
+        for old in self.root.glob("*.old"):
+            if old.with_suffix("").exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(old.with_suffix(""))
+
     def infos(self) -> list[CheckpointInfo]:
         """Every readable checkpoint, the newest first; an unreadable one is logged and left out."""
+        if self.root.is_dir():
+            self._tidy()
         found = []
         for version in reversed(self._versions()):
             path = self._folder(version) / _META

@@ -28,6 +28,7 @@ from .checkpoint import CheckpointInfo, Checkpoints
 from .payloads import Payloads
 from .publish import Publisher
 from .report import Timing, export, step_metrics
+from .sample_list import with_samples
 from .source import SampleSource
 from .step import Learner
 
@@ -94,7 +95,20 @@ class TrainerLoop:
             consumed=self._consumed,
             config_hash=self._settings,
         )
-        self._checkpoints.save(info, self._learner.tensors())
+        try:
+            self._checkpoints.save(info, self._learner.tensors())
+        except OSError as e:
+            # The steps are in the log: a later checkpoint, or a restart, makes up for this one.
+            metrics.checkpoints_failed.inc()
+            logger.error(
+                "checkpoint of version %d cannot be written to %s (%s): training goes on; free some space, the next "
+                "one is due at the next multiple of %d",
+                version,
+                self._checkpoints.root,
+                e,
+                self._config.checkpoint_every,
+            )
+            return
         self._saved = version
 
     def _fetch(self, batch: Batch, payloads: Payloads) -> tuple[list[Row], list[Admitted]]:
@@ -116,13 +130,12 @@ class TrainerLoop:
         values["stale_in_queue"] = float(self._stale_in_queue)
         record = dataclasses.replace(
             record,
-            samples=tuple(a.at for a in trained),
             consumed=self._consumed,
             dropped=dict(self._carried),
             metrics=values,
             config_hash=self._settings,
         )
-        self._commit(record, source)
+        self._commit(with_samples(record, tuple(a.at for a in trained), self._publisher.put), source)
         metrics.publish_seconds.observe(self._now() - updated)
         export(result, trained, record.dropped, values)
         self._carried.clear()

@@ -94,10 +94,10 @@ class Publisher:
                 "base_hash": delta.base_hash,
                 "changed_elements": delta.changed,
             }
-            blobs.append(self._put(BlobKind.DELTA, version, delta.blob))
+            blobs.append(self.put(BlobKind.DELTA, version, delta.blob))
             metrics.delta_bytes.inc(len(delta.blob))
         if version % self._anchor_every == 0 or anchor:
-            blobs.append(self._put(BlobKind.ANCHOR, version, encode_anchor(bits, version, weights_hash)))
+            blobs.append(self.put(BlobKind.ANCHOR, version, encode_anchor(bits, version, weights_hash)))
         self._version, self._bits = version, bits
         return WeightRecord(
             policy_id=self._policy_id,
@@ -144,7 +144,8 @@ class Publisher:
         """Release the client; an open transaction is aborted by the broker."""
         self._producer.close(timeout=5)
 
-    def _put(self, kind: BlobKind, version: int, data: bytes) -> WeightBlob:
+    def put(self, kind: BlobKind, version: int, data: bytes) -> WeightBlob:
+        """Store one blob of `version`. Raises BlobError."""
         digest = hashlib.sha256(data).hexdigest()
         name = f"weights/{self._policy_id}/v{version:06d}-{kind}-{digest[:8]}"
         for pause in (*RETRY_SECONDS, None):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...schemas.config import TrainerConfig
-from ...schemas.errors import InvalidMessageError
+from ...schemas.errors import BlobCorruptError, BlobNotFoundError, InvalidMessageError
 from ...schemas.sample import SAMPLE, Sample
 from ...schemas.weight_hash import set_hash
 from ...schemas.weights import WeightRecord
@@ -31,6 +31,7 @@ from .checkpoint import CheckpointInfo, Checkpoints
 from .history import History, load_bits
 from .payloads import Payloads
 from .refs import RefReader
+from .sample_list import samples_of
 from .step import Learner
 
 logger = logging.getLogger(__name__)
@@ -82,20 +83,20 @@ def usable(infos: Sequence[CheckpointInfo], history: History) -> list[Checkpoint
         if record is not None and record.weights_hash == info.weights_hash:
             found.append(info)
         else:
-            logger.warning("checkpoint of version %d is not of this log: left out", info.version)
+            logger.info("checkpoint of version %d is not of this log", info.version)
     return found
 
 
 class Redo:
     """Redoes recorded steps."""
 
-    def __init__(self, samples: RefReader, payloads: Payloads) -> None:
+    def __init__(self, samples: RefReader, payloads: Payloads, store: BlobStore) -> None:
         """`samples`: reads the samples topic."""
-        self._samples, self._payloads = samples, payloads
+        self._samples, self._payloads, self._store = samples, payloads, store
 
     def step(self, learner: Learner, record: WeightRecord, settings: str) -> None:
         """Make `record`'s version again. RedoError unless the weights come out the same."""
-        if not record.samples:
+        if not record.trained:
             raise RedoError(f"version {record.version} was not made by a step")
         if record.config_hash != settings:
             raise RedoError(f"version {record.version} was made with other settings")
@@ -108,10 +109,14 @@ class Redo:
             )
 
     def _rows(self, record: WeightRecord) -> list[Row]:
-        raw = self._samples.fetch(record.samples)
+        try:
+            refs = samples_of(record, self._store)
+        except (BlobCorruptError, BlobNotFoundError, InvalidMessageError) as e:
+            raise RedoError(f"the list of samples of version {record.version} is gone: {e}") from e
+        raw = self._samples.fetch(refs)
         samples: list[Sample] = []
         try:
-            for ref in record.samples:
+            for ref in refs:
                 samples.append(SAMPLE.decode(raw[ref].value, raw[ref].headers))
         except (KeyError, InvalidMessageError) as e:
             raise RedoError(f"a sample of version {record.version} is gone: {e}") from e
@@ -130,7 +135,10 @@ def resume(
     """
     newest = history.newest
     assert newest is not None
-    loaded = _load(learner, usable(checkpoints.infos(), history), checkpoints)
+    infos = checkpoints.infos()
+    ours = usable(infos, history)
+    checkpoints.set_aside([info for info in infos if info not in ours])
+    loaded = _load(learner, ours, checkpoints)
     if loaded:
         try:
             for version in range(learner.version + 1, newest.version + 1):

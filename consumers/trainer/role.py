@@ -101,12 +101,11 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
         consumed=newest.consumed if newest is not None else (),
     )
     if newest is None:
-        if checkpoints.infos():
-            logger.warning("the checkpoints in %s are of another log: left out", checkpoints.root)
+        checkpoints.set_aside(checkpoints.infos())
         loop.announce()
     else:
         samples = reader(t.SAMPLES, policy_id)
-        resumed = resume(learner, history, checkpoints, Redo(samples, payloads), store, settings)
+        resumed = resume(learner, history, checkpoints, Redo(samples, payloads, store), store, settings)
         samples.close()
         publisher.stand_at(newest.version, resumed.bits)
         if resumed.reanchor:

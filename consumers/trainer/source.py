@@ -15,7 +15,7 @@ from typing import Any
 from kafka import KafkaConsumer, TopicPartition
 
 from ...schemas.codec import header
-from ...schemas.errors import InvalidMessageError
+from ...schemas.errors import BrokerError, InvalidMessageError
 from ...schemas.sample import SAMPLE, TRAJECTORY_HEADER
 from ...streams import metrics
 from ...streams.kafka import partitions_of, poll_records
@@ -24,7 +24,17 @@ from .builder import Batch, BatchBuilder
 logger = logging.getLogger(__name__)
 
 REMEMBER_RECORDS = 4096
-"""Records per partition before the start whose ids are read again, so that late repeats are known."""
+"""Records per partition before the start, at least, whose ids are read again, so that late repeats are known."""
+REMEMBER_SECONDS = 60.0
+
+
+def remembered_records(batch_size: int, max_lag: int) -> int:
+    """How far back, per partition, a repeat may lie that could still be trained.
+
+    One of an older step is too stale: with its oldest token at version v it was trained before v + max_lag + 1.
+    That many batches and one more, twice over for what was dropped between them, all in one partition.
+    """
+    return max(REMEMBER_RECORDS, 2 * batch_size * (max_lag + 2))
 
 
 class SampleSource:
@@ -76,7 +86,7 @@ def open_source(
     """A source that starts at the committed offsets of the consumer's group.
 
     `finished`: (partition -> next offset) of the newest weight record, which wins where the two differ. Without
-    either a partition is read from its beginning.
+    either a partition is read from its beginning. Raises BrokerError.
     """
     partitions = partitions_of(consumer, topic)
     consumer.assign(partitions)
@@ -101,7 +111,7 @@ def open_source(
             position = first[tp]
         positions[tp.partition] = position
     builder = BatchBuilder(batch_size, max_lag, positions)
-    _remember(consumer, builder, partitions, first, positions)
+    _remember(consumer, builder, partitions, first, positions, remembered_records(batch_size, max_lag))
     for tp in partitions:
         consumer.seek(tp, positions[tp.partition])
     return SampleSource(consumer, builder, partitions)
@@ -113,10 +123,13 @@ def _remember(
     partitions: Sequence[TopicPartition],
     first: Mapping[TopicPartition, int],
     positions: Mapping[int, int],
+    count: int,
     *,
-    timeout_s: float = 30.0,
+    timeout_s: float = REMEMBER_SECONDS,
 ) -> None:
-    """Read the ids of the newest finished records again, from their headers.
+    """Read the ids of the `count` newest finished records of each partition again, from their headers.
+
+    BrokerError when they cannot be read in time: a trainer that does not know them may train one twice.
 
     One partition after the other, not by pause(): kafka-python 3.0.12 may leave what it had fetched of a paused
     partition lying.
@@ -127,8 +140,10 @@ def _remember(
         if end <= first[tp]:
             continue
         consumer.assign([tp])
-        consumer.seek(tp, max(first[tp], end - REMEMBER_RECORDS))
-        while consumer.position(tp) < end and time.monotonic() < deadline:
+        consumer.seek(tp, max(first[tp], end - count))
+        while consumer.position(tp) < end:
+            if time.monotonic() > deadline:
+                raise BrokerError(f"the finished samples of {tp.topic}-{tp.partition} cannot be read")
             for record in poll_records(consumer):
                 trajectory_id = header(record.headers, TRAJECTORY_HEADER)
                 if record.offset < end and trajectory_id is not None:
