@@ -124,6 +124,9 @@ importance_weight_clipped = Gauge(
     "headrace_importance_weight_clipped_ratio", "Share of tokens at the cap.", registry=REGISTRY
 )
 grad_norm = Gauge("headrace_grad_norm", "Before clipping.", registry=REGISTRY)
+checkpoints_failed = Counter(
+    "headrace_checkpoints_failed", "Checkpoints that could not be written.", registry=REGISTRY
+)
 nonfinite_steps = Counter(
     "headrace_nonfinite_steps", "Steps whose gradient was not finite.", registry=REGISTRY
 )
