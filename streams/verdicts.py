@@ -18,6 +18,7 @@ from ..schemas.errors import ConfigError, InvalidMessageError, RewardError
 from ..schemas.score import Ref, Score, ScoreStatus
 from ..schemas.trajectory import Trajectory, TrajectoryStatus
 from .rewards.base import RewardResult
+from .rewards.composed import COMPOSED
 from .rewards.load import LoadedReward, load_reward
 
 HOP = "verify"
@@ -85,7 +86,8 @@ class RewardBook:
         if name == self._default.name and self._default.inline:
             return self._default, args
         try:
-            return self._named(name, json.dumps(args, sort_keys=True) if ":" in name else "{}"), args
+            made_with_args = ":" in name or name == COMPOSED
+            return self._named(name, json.dumps(args, sort_keys=True) if made_with_args else "{}"), args
         except ConfigError as e:
             raise RewardError("reward_unknown", str(e)) from None
 

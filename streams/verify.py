@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.codec import TRACE_HEADER, Headers, header, version_headers
@@ -23,7 +24,9 @@ from .blobs import BlobStore
 from .claims import CLAIM_HEADER, check_out
 from .deadletters import DeadLetters, headers_of
 from .outbox import Outbox
-from .rewards.base import view_of
+from .rewards.base import RewardResult, RolloutView, view_of
+from .rewards.composed import combined
+from .rewards.load import LoadedReward
 from .rewards.pool import host_pool
 from .rewards.runner import RewardRunner
 from .verdicts import Outcome, RewardBook, check_deadline, outcome_of, score_of, void_of
@@ -159,11 +162,23 @@ class Verify:
     async def _slow_outcome(self, trajectory: Trajectory) -> Outcome:
         try:
             reward, args = self._rewards.find(trajectory)
-            runner = self._runner if self._hosts is None or reward.ours else self._hosts
-            result = await runner.run(reward, view_of(trajectory, args))
+            result = await self._ask(reward, view_of(trajectory, args))
             return outcome_of(result, self._failure_reward, len(trajectory.turns))
         except RewardError as e:
             return _void(trajectory, e)
+
+    async def _ask(self, reward: LoadedReward, view: RolloutView) -> RewardResult:
+        """What the reward says, from wherever it runs. Raises RewardError."""
+        if reward.parts:
+            views = (replace(view, args=part.args) for part in reward.parts)
+            asked = [self._ask(part.reward, v) for part, v in zip(reward.parts, views, strict=True)]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            named = [(part.name, part.weight) for part in reward.parts]
+            return combined(named, found, self._failure_reward)
+        if reward.inline:
+            return self._runner.run_inline(reward, view)
+        runner = self._runner if self._hosts is None or reward.ours else self._hosts
+        return await runner.run(reward, view)
 
     async def _fetch(self, value: bytes | None, headers: Headers) -> bytes | None:
         """The claimed payload; a store that fails is asked again, then ends the worker."""

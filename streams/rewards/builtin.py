@@ -1,15 +1,20 @@
-"""Rewards that come with headrace: cheap and pure, so they run inline.
+"""The cheap built-in rewards, which run inline.
 
-exact_match   args: answer, strip (default true)             numeric      args: answer, tolerance (default 1e-6)
+exact_match   args: answer, strip (default true)
+numeric       args: answer, tolerance (default 1e-6, absolute), relative_tolerance (default 0, of the answer)
 calculator    the two-turn calculator task of the demo        addition     the one-turn addition task of the demo
 """
 
 from __future__ import annotations
 
 import re
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ...schemas.errors import RewardError
-from .base import Reward, RewardResult, RolloutView
+from .args import Args, parsed
+from .base import RewardResult, RolloutView
 
 END = "$"
 """Ends an answer in the demo's tasks."""
@@ -17,21 +22,38 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _SUM = re.compile(r"^(\d+)([+*-])(\d+)=$")
 
 
+class ExactArgs(Args):
+    """Of `exact_match`."""
+
+    answer: Any
+    strip: bool = True
+
+
+class NumericArgs(Args):
+    """Of `numeric`; the wider tolerance counts."""
+
+    answer: float
+    tolerance: Annotated[float, Field(ge=0)] = 1e-6
+    relative_tolerance: Annotated[float, Field(ge=0)] = 0.0
+
+
 def exact_match(rollout: RolloutView) -> float:
     """1.0 when the last assistant message is `answer`, up to surrounding white space unless strip is false."""
-    given, wanted = rollout.answer, str(rollout.arg("answer"))
-    if rollout.args.get("strip", True):
+    args = parsed(ExactArgs, rollout.args)
+    given, wanted = rollout.answer, str(args.answer)
+    if args.strip:
         given, wanted = given.strip(), wanted.strip()
     return float(given == wanted)
 
 
 def numeric(rollout: RolloutView) -> float | RewardResult:
     """1.0 when the last number in the last assistant message is `answer` within `tolerance`; no number: failed."""
-    wanted, tolerance = float(rollout.arg("answer")), float(rollout.args.get("tolerance", 1e-6))
+    args = parsed(NumericArgs, rollout.args)
+    tolerance = max(args.tolerance, args.relative_tolerance * abs(args.answer))
     found = _NUMBER.findall(rollout.answer)
     if not found:
         return RewardResult.failure("no_number")
-    return float(abs(float(found[-1].replace(",", "")) - wanted) <= tolerance)
+    return float(abs(float(found[-1].replace(",", "")) - args.answer) <= tolerance)
 
 
 def calculator(rollout: RolloutView) -> float:
@@ -54,11 +76,3 @@ def _wanted(rollout: RolloutView) -> str:
         raise RewardError("reward_args", f"no answer in the spec, and the prompt is no sum: {prompt[:40]!r}")
     a, operator, b = int(match[1]), match[2], int(match[3])
     return str(a + b if operator == "+" else a - b if operator == "-" else a * b)
-
-
-BUILTIN: dict[str, Reward] = {
-    "exact_match": exact_match,
-    "numeric": numeric,
-    "calculator": calculator,
-    "addition": addition,
-}

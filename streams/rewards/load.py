@@ -1,4 +1,4 @@
-"""Reward functions by name: a built-in one, or `module:attr`."""
+"""Reward functions by name: a built-in one of the catalogue, or `module:attr`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...schemas.errors import ConfigError
+from .args import Args, check_args
 from .base import Reward
-from .builtin import BUILTIN
+from .builtin import ExactArgs, NumericArgs, addition, calculator, exact_match, numeric
+from .builtin_text import JsonSchemaArgs, RegexArgs, json_schema, regex
+from .code_tests import PythonTestsArgs, python_tests
+from .composed import COMPOSED, ComposedArgs, not_called
+from .judge import JudgeArgs, llm_judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +32,53 @@ class LoadedReward:
     """What a class was made with."""
     ours: bool = False
     """Built in: runs in the worker itself."""
+    unlimited: bool = False
+    """Keeps a time limit of its own, which begins when it has a place to run."""
+    parts: tuple[Part, ...] = ()
+    """Of `composed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component of a composed reward."""
+
+    name: str
+    weight: float
+    reward: LoadedReward
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A reward that comes with headrace."""
+
+    call: Reward
+    args: type[Args] | None
+    runs: Literal["inline", "thread", "async", "host"]
+
+
+CATALOGUE = {
+    "exact_match": Builtin(exact_match, ExactArgs, "inline"),
+    "numeric": Builtin(numeric, NumericArgs, "inline"),
+    "calculator": Builtin(calculator, None, "inline"),
+    "addition": Builtin(addition, None, "inline"),
+    "regex": Builtin(regex, RegexArgs, "thread"),
+    "json_schema": Builtin(json_schema, JsonSchemaArgs, "host"),
+    "python_tests": Builtin(python_tests, PythonTestsArgs, "async"),
+    "llm_judge": Builtin(llm_judge, JudgeArgs, "async"),
+}
+BUILTIN = (*CATALOGUE, COMPOSED)
 
 
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedReward:
     """The reward called `name`. A class is instantiated with `args`; a function finds them in `rollout.args`.
 
-    Raises ConfigError that says what was tried.
+    Raises ConfigError that says what was tried, or which of a built-in reward's `args`, if there are any, is wrong.
     """
-    if name in BUILTIN:
-        return LoadedReward(name, BUILTIN[name], inline=True, is_async=False, ours=True)
+    if name == COMPOSED:
+        return _composed(args or {})
+    if name in CATALOGUE:
+        return _builtin(name, CATALOGUE[name], args)
     call = _import(name)
     if inspect.isclass(call):
         try:
@@ -48,6 +91,30 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedRewar
         getattr(call, "__call__", None)  # noqa: B004
     )
     return LoadedReward(name, call, inline=False, is_async=is_async, init=dict(args or {}))
+
+
+def _builtin(name: str, found: Builtin, args: Mapping[str, Any] | None) -> LoadedReward:
+    if args and found.args is not None:
+        check_args(name, found.args, args)
+    return LoadedReward(
+        name,
+        found.call,
+        inline=found.runs == "inline",
+        is_async=found.runs == "async",
+        ours=found.runs != "host",
+        unlimited=found.runs == "async",
+    )
+
+
+def _composed(args: Mapping[str, Any]) -> LoadedReward:
+    check_args(COMPOSED, ComposedArgs, args)
+    parts = []
+    for name, part in ComposedArgs.model_validate(dict(args)).parts.items():
+        try:
+            parts.append(Part(name, part.weight, load_reward(part.reward, part.args), part.args))
+        except ConfigError as e:
+            raise ConfigError(f"reward {COMPOSED!r}, part {name!r}: {e}") from e
+    return LoadedReward(COMPOSED, not_called, inline=False, is_async=True, ours=True, parts=tuple(parts))
 
 
 def _import(name: str) -> Any:

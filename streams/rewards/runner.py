@@ -48,7 +48,8 @@ class RewardRunner:
             started = time.perf_counter()
             try:
                 call = self._call_async if reward.is_async else self._call_in_thread
-                returned = await asyncio.wait_for(call(reward, view), self._timeout_s)
+                limit = None if reward.unlimited else self._timeout_s
+                returned = await asyncio.wait_for(call(reward, view), limit)
                 return _checked(reward, lambda: returned)
             except TimeoutError:
                 raise RewardError("reward_timeout", f"{reward.name} took over {self._timeout_s} s") from None

@@ -35,6 +35,10 @@ class Scratch:
             self._root = root
         return tempfile.mkdtemp(dir=self._root)
 
+    def remove(self, folder: str) -> None:
+        """Remove one folder that `folder` made."""
+        shutil.rmtree(folder, ignore_errors=True)
+
     def close(self) -> None:
         """Remove the root with all in it."""
         if self._root is not None:
