@@ -90,6 +90,22 @@ def test_kills_before_in_and_after_a_step_leave_no_trace_in_the_weights(
     assert "step redone from the log" in log
 
 
+def test_training_goes_on_when_a_checkpoint_finds_the_disk_full_and_a_restart_redoes_more(
+    broker: Any, namespace: str, tmp_path: Path
+) -> None:
+    world = World(broker.config, namespace, tmp_path, steps=8)
+    world.feed(40)
+    status, log = killed_at(world, "full", 2, "die-at-version-5")
+    assert status == -signal.SIGKILL, log
+    assert "checkpoint of version 3 cannot be written" in log and "training goes on" in log
+    world.feed(24)
+    again = world.run()
+    assert "step redone from the log version=1\n" in again and "step redone from the log version=5\n" in again
+    check(world, 8, [log, again])
+    left = sorted(p.name for p in (tmp_path / "checkpoints" / POLICY).iterdir())
+    assert left == ["v000006", "v000008"]
+
+
 @pytest.mark.storm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
@@ -97,7 +113,8 @@ def test_twenty_kills_at_random_points_of_thirty_steps(
     kafka_broker: Any, namespace: str, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
-    points = [*POINTS, *rng.sample(sorted(POINTS), 20 - len(POINTS))]
+    kills = sorted(POINTS.keys() - {"full"})
+    points = kills + rng.sample(kills, 20 - len(kills))
     rng.shuffle(points)
     plan = [(point, rng.randint(1, 2 if point in SELDOM else 3)) for point in points]
     log = kill_and_go_on(kafka_broker, namespace, tmp_path, plan, steps=30)

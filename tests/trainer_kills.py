@@ -1,4 +1,5 @@
-"""A trainer that kills or stops itself at a chosen call: `python trainer_kills.py CONFIG POINT NTH [stop] [few]`.
+"""A trainer that kills or stops itself at a chosen call: `python trainer_kills.py CONFIG POINT NTH [stop] [few]
+[die-at-version-5]`.
 
 `few`: a list of more than 4 samples is too long for the weight record.
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -69,6 +71,20 @@ def stopped(original: Act) -> Act:
     return act
 
 
+def full_disk(original: Act) -> Act:
+    """The call may write 4 KB to each file; nobody dies."""
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return act
+
+
 def torn_file(original: Act) -> Act:
     """Dies with half of a checkpoint's tensors in their file."""
 
@@ -104,6 +120,7 @@ POINTS: dict[str, tuple[Any, str, Callable[[Act], Act]]] = {
     "committing": (kafka.KafkaProducer, "commit_transaction", during),
     "committed": (kafka.KafkaProducer, "commit_transaction", after),
     "checkpoint": (checkpoint, "save_file", torn_file),
+    "full": (checkpoint, "save_file", full_disk),
     "renaming": (Path, "rename", before),
     "renamed": (Path, "rename", after),
     "removing": (shutil, "rmtree", before),
@@ -130,6 +147,8 @@ if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     logging.getLogger("kafka").setLevel("WARNING")
     if len(sys.argv) > 2:
+        if "die-at-version-5" in sys.argv:
+            arm("committed", 6)  # the first is version 0
         if "few" in sys.argv:
             sample_list.INLINE_SAMPLES = 4
         arm(sys.argv[2], int(sys.argv[3]), stop="stop" in sys.argv)
