@@ -96,7 +96,7 @@ def chaos(trial: Trial, say: Say) -> dict[str, Any]:
         children_stopped(grace_s=10.0),
         _ledger(run_dir / LEDGER),
     ):
-        stack = Stack(plan, tick=say, hurry=interrupts.hurry)
+        stack = Stack(plan, tick=_once(say), hurry=interrupts.hurry)
         try:
             stack.start()
             found = _Run(stack, trial, say).go()
@@ -265,6 +265,18 @@ class _Run:
             "run_dir": str(self._stack.run_dir),
             "problems": problems,
         }
+
+
+def _once(say: Say) -> Say:
+    """`say` without the repeats of a phase that is told often."""
+    last = [""]
+
+    def tell(text: str) -> None:
+        if text != last[0]:
+            say(text)
+        last[0] = text
+
+    return tell
 
 
 def _lives(role: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Literal
 class Habits:
     """How it behaves."""
 
-    pause_s: tuple[float, float] = (2.0, 7.0)
+    pause_s: tuple[float, float] = (1.5, 5.5)
     """Between two blows."""
     freeze_share: float = 0.1
     """Of the blows that stop a process instead of killing it."""
