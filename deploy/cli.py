@@ -12,7 +12,15 @@ import sys
 import typer
 
 from ..schemas.errors import ConfigError, FencedError, HeadraceError
-from . import commands_audit, commands_bench, commands_feedback, commands_inspect, commands_roles, commands_run
+from . import (
+    commands_audit,
+    commands_bench,
+    commands_broker,
+    commands_feedback,
+    commands_inspect,
+    commands_roles,
+    commands_run,
+)
 from .interrupts import Interrupted
 from .options import print_error
 from .restarts import CONFIG, FENCED
@@ -48,6 +56,7 @@ def _options(
 
 
 commands_run.add_to(app)
+commands_broker.add_to(app)
 commands_inspect.add_to(app)
 commands_roles.add_to(app)
 commands_feedback.add_to(app)

@@ -1,4 +1,4 @@
-"""Commands that start something: demo, up, init, broker."""
+"""Commands that start something: demo, up, init."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from .options import BootstrapOption, ConfigOption, JsonOption, KafkaHomeOption, SetOption, print_json
-from .settings import FLAGS, load, parse_sets
+from .settings import load, parse_sets
 
 PANEL = "Run"
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (demo, up, init, broker):
+    for command in (demo, up, init):
         app.command(rich_help_panel=PANEL)(command)
 
 
@@ -109,21 +109,3 @@ def init(
     for path in written:
         typer.echo(f"wrote {path}")
     typer.echo("next: set policy.model in headrace.toml, then `headrace up`")
-
-
-def broker(
-    data_dir: Annotated[Path, typer.Option(help="Where its records lie.")] = Path("runs/broker"),
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Else a free one.")] = None,
-    kind: Annotated[str, typer.Option(help="auto, embedded or kafka.")] = "auto",
-    kafka_home: KafkaHomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Start a broker on loopback and keep it until Ctrl-C."""
-    from ..schemas.config import load_config
-    from .broker.launcher import choose_kind, start_broker
-    from .broker_foreground import serve
-
-    home = str(kafka_home.resolve()) if kafka_home is not None else None
-    config = load_config(overrides={"kafka.broker": kind, "kafka.kafka_home": home}, flags=FLAGS)
-    chosen, found = choose_kind(config.kafka)
-    serve(lambda: start_broker(chosen, data_dir, found, port=port), as_json=as_json)

@@ -13,7 +13,7 @@ from ..schemas.config import Config
 from ..schemas.errors import ConfigError
 from ..streams.sandbox.layers import probe
 from .broker import apache, embedded
-from .broker.launcher import choose_kind
+from .broker.choice import broker_reason, choose_kind
 from .broker.limits import LIMITS
 from .model_dir import check_model_dir
 from .processes import accepts, free_port, require_free_port
@@ -76,26 +76,25 @@ def _packages() -> list[Finding]:
 
 def _brokers(config: Config) -> list[Finding]:
     def chosen() -> str:
-        if config.kafka.bootstrap is not None:
-            return f"the one at {config.kafka.bootstrap}"
-        kind, home = choose_kind(config.kafka)
-        return LIMITS[kind].title + (f" from {home}" if home is not None else "")
+        return broker_reason(config.kafka)
 
     def kafka() -> str:
         kind, home = choose_kind(config.kafka.model_copy(update={"broker": "auto"}))
         if kind != "kafka" or home is None:
-            raise ConfigError("KAFKA_HOME is not set (fine: it is needed for Apache Kafka only)")
+            raise ConfigError(
+                "none: `headrace broker fetch` brings it (fine: the embedded broker does without)"
+            )
         return f"{len(apache.find_jars(home))} jars in {home}"
 
     def java() -> str:
         found = apache.find_java()
-        return f"{found}, Java {apache.java_version(found)}"
+        return f"{apache.java_title(found)}: {found}"
 
     return [
         _checked("broker", chosen),
         _checked("embedded broker", lambda: str(embedded.find_binary()), level="note"),
         *(Finding("note", "embedded broker", f"limit: {text}") for text in LIMITS["embedded"].notes()),
-        _checked("KAFKA_HOME", kafka, level="note"),
+        _checked("Apache Kafka", kafka, level="note"),
         _checked("java", java, level="note"),
     ]
 

@@ -53,7 +53,7 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         (["up", "--bootstrap", "nonsense"], "write host:port[,host:port]"),
         (["status"], "no run to look at"),
         (["status", "--run-dir", "nowhere"], "nowhere holds no run"),
-        (["broker", "--kind", "kafka"], "set KAFKA_HOME"),
+        (["broker", "run", "--kind", "kafka"], "set KAFKA_HOME"),
         (["broker", "--kind", "rabbit"], "kafka.broker = 'rabbit'"),
     ],
 )
@@ -115,7 +115,10 @@ def test_dead_letters_tell_where_from_and_why(
 
 def test_a_broker_in_the_foreground_ends_with_ctrl_c(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*HEADRACE, "broker", "--kind", "embedded", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [*HEADRACE, "broker", "run", "--kind", "embedded", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     with process.stdout:
