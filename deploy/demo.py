@@ -9,6 +9,7 @@ from typing import Any
 
 from ..schemas.config import Config, load_config
 from ..schemas.errors import ConfigError
+from .broker.choice import broker_reason
 from .presets import PRESETS, Preset
 from .run_dir import clear, locked
 from .running import Goal, run
@@ -53,7 +54,13 @@ def demo(
         steps_suffice=steps is not None,
     )
     return run(
-        plan, goal, title=f"headrace demo: {task}, seed {seed}", task=task, quiet=quiet, started=started
+        plan,
+        goal,
+        title=f"headrace demo: {task}, seed {seed}",
+        about=f"broker: {broker_reason(config.kafka)}",
+        task=task,
+        quiet=quiet,
+        started=started,
     )
 
 

@@ -13,6 +13,7 @@ from ..schemas.config import Config
 from ..schemas.errors import ConfigError
 from ..schemas.task import Task
 from ..streams.rewards.load import load_reward
+from .broker.choice import broker_reason
 from .model_dir import check_model_dir
 from .processes import require_free_port
 from .run_dir import check_same_run
@@ -27,7 +28,12 @@ def up(config: Config, *, plugin_path: Sequence[Path], quiet: bool) -> dict[str,
     steps = config.trainer.steps or None
     plan = Plan(config=config, tasks=tasks, plugin_path=plugin_path)
     return run(
-        plan, Goal(steps=steps), title=f"headrace: {config.policy.id}", task=config.policy.id, quiet=quiet
+        plan,
+        Goal(steps=steps),
+        title=f"headrace: {config.policy.id}",
+        about=f"broker: {broker_reason(config.kafka)}",
+        task=config.policy.id,
+        quiet=quiet,
     )
 
 
