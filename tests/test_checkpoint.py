@@ -76,6 +76,47 @@ def test_a_torn_write_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "v000002.part").exists()
 
 
+def test_a_death_between_the_old_one_and_the_new_one_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(info(1, 1), TENSORS)
+    rename, renames = Path.rename, []
+
+    def die_at_the_second(self: Path, target: Path) -> Path:
+        renames.append(self)
+        if len(renames) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", die_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(info(1, 2), TENSORS)
+    monkeypatch.undo()
+    assert [i.weights_hash for i in Checkpoints(tmp_path, keep=1).infos()] == [1]
+    checkpoints.save(info(1, 3), TENSORS)
+    assert [i.weights_hash for i in checkpoints.infos()] == [3]
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_checkpoints_of_another_log_are_set_aside_and_push_out_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (100, 120):
+        checkpoints.save(info(version), TENSORS)
+    checkpoints.set_aside(checkpoints.infos())
+    for version in (0, 20):
+        checkpoints.save(info(version), TENSORS)
+    assert [i.version for i in checkpoints.infos()] == [20, 0]
+    assert sorted(p.name for p in tmp_path.glob("*.other")) == ["v000100.other", "v000120.other"]
+
+
+def test_the_one_just_written_is_never_pruned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for version in (100, 5):
+        checkpoints.save(info(version), TENSORS)
+    assert [i.version for i in checkpoints.infos()] == [5]
+
+
 def test_a_broken_file_says_so(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     folder = checkpoints.save(info(1), TENSORS)

@@ -16,6 +16,7 @@ from kafka import TopicPartition
 from headrace.consumers.trainer.batch import Row, collate, make_row, micro_batches, plan
 from headrace.consumers.trainer.builder import Batch, BatchBuilder
 from headrace.consumers.trainer.refs import KeptRecords, RefReader
+from headrace.consumers.trainer.source import REMEMBER_RECORDS, remembered_records
 from headrace.schemas.config import KafkaConfig
 from headrace.schemas.errors import BrokerError
 from headrace.schemas.score import Ref
@@ -247,3 +248,8 @@ def test_kept_records_are_bounded() -> None:
     for i in range(5):
         kept.put(Ref(0, i), SimpleNamespace(value=b"1234"))
     assert [kept.pop(Ref(0, i)) is not None for i in range(5)] == [False, False, False, True, True]
+
+
+def test_repeats_are_remembered_as_far_back_as_one_could_still_be_trained() -> None:
+    assert remembered_records(batch_size=128, max_lag=4) == REMEMBER_RECORDS
+    assert remembered_records(batch_size=4096, max_lag=4) == 2 * 6 * 4096

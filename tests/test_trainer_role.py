@@ -179,3 +179,13 @@ def test_sigterm_finishes_and_saves(world: World) -> None:
     assert trainer.returncode == 0, log
     assert (world.config.run.dir / "checkpoints" / POLICY / "v000002").exists()
     assert np.isfinite(world.versions()[-1].metrics["loss"])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(world: World) -> None:
+    folder = world.config.run.dir / "checkpoints"
+    folder.mkdir()
+    (folder / POLICY).write_text("a file where the folder should be")
+    world.feed(32)
+    log = world.run(steps=4)
+    assert "checkpoint of version 3 cannot be written" in log and "training goes on" in log
+    assert [record.version for record in world.versions()] == [0, 1, 2, 3, 4]
