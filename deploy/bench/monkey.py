@@ -53,9 +53,8 @@ class Monkey:
             del self._frozen[blow.name]
         if now >= self._next:
             self._next = now + self._pause()
-            blow = self._choose(now, roles, nodes())
-            if blow is not None:
-                due.append(blow)
+            chosen = self._choose(now, roles, nodes())
+            due += [chosen] if chosen is not None else []
         return due
 
     def _choose(self, now: float, roles: Sequence[str], nodes: Sequence[str]) -> Blow | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...consumers.trainer.refs import RefReader
+from ...consumers.trainer.sample_list import samples_of
 from ...schemas.config import Config
 from ...schemas.errors import ConfigError
 from ...schemas.sample import SAMPLE
@@ -45,6 +46,7 @@ def redo_all(config: Config, records: Sequence[WeightRecord], tell: Callable[[st
         raise ConfigError("policy.model is not set: a redo starts from the model's directory")
     topics = Topics(config.run.namespace)
     learner = make_learner(config.policy.model, config.trainer)
+    store = BlobStore(config.store_uri)
     settings, told, checked = config_hash(config.trainer), time.monotonic(), 0
 
     def reader(topic: str) -> _Ahead:
@@ -54,11 +56,11 @@ def redo_all(config: Config, records: Sequence[WeightRecord], tell: Callable[[st
         closing(reader(topics.name(SAMPLES, config.policy.id))) as samples,
         closing(reader(topics.name(TRAJECTORIES))) as trajectories,
     ):
-        redo = Redo(samples, Payloads(trajectories, BlobStore(config.store_uri)))
+        redo = Redo(samples, Payloads(trajectories, store), store)
         for number, record in enumerate(records):
             if number % AHEAD == 0:
                 chunk = records[number : number + AHEAD]
-                held = samples.hold(ref for r in chunk for ref in r.samples)
+                held = samples.hold(ref for r in chunk for ref in samples_of(r, store))
                 trajectories.hold(SAMPLE.decode(raw.value, raw.headers).ref for raw in held.values())
             try:
                 if record.version > 0:
