@@ -86,8 +86,6 @@ class _Books:
         self._store = BlobStore(config.store_uri)
 
     def read(self, ledger: Path | None) -> AuditResult:
-        from ..consumers.trainer.sample_list import samples_of
-
         audit = Audit(self._committed(), expired=self._expired())
         for record in self._read(WEIGHTS):
             weights = WEIGHT_RECORD.decode(record.value, record.headers)
