@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import resource
 import tarfile
 import threading
@@ -328,3 +329,22 @@ def test_an_unpacked_release_at_hand_is_copied(site: Site, tmp_path: Path) -> No
 def test_what_cannot_be_meant_is_named(tmp_path: Path, options: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         fetch(folder=tmp_path, **options)
+
+
+@pytest.mark.kafka
+@pytest.mark.skipif(not os.environ.get("KAFKA_HOME"), reason="no Apache Kafka: set KAFKA_HOME")
+def test_a_broker_starts_from_a_fetched_archive_of_a_real_release(site: Site, tmp_path: Path) -> None:
+    from headrace.deploy.broker.choice import choose_kind
+    from headrace.deploy.broker.launcher import start_broker
+    from headrace.schemas.config import KafkaConfig
+
+    packed = tmp_path / NAME
+    with tarfile.open(packed, "w:gz", compresslevel=1) as tar:
+        tar.add(os.environ["KAFKA_HOME"], arcname=f"kafka_2.13-{VERSION}")
+    site.put(packed.read_bytes())
+    site.cuts = [20_000_000]
+    found = site.fetch(tmp_path / "kafka")
+    kind, home = choose_kind(KafkaConfig(), {"HEADRACE_DATA": str(tmp_path)})
+    assert (kind, home) == ("kafka", found.path)
+    with start_broker(kind, tmp_path / "broker", home) as running:
+        assert running.running and any(str(found.path) in part for part in running.nodes[0].command)

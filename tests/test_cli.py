@@ -54,7 +54,7 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         (["status"], "no run to look at"),
         (["status", "--run-dir", "nowhere"], "nowhere holds no run"),
         (["broker", "run", "--kind", "kafka"], "set KAFKA_HOME"),
-        (["broker", "--kind", "rabbit"], "kafka.broker = 'rabbit'"),
+        (["broker", "run", "--kind", "rabbit"], "kafka.broker = 'rabbit'"),
     ],
 )
 def test_what_the_user_got_wrong_is_one_message_and_status_2(
