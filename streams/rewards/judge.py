@@ -43,8 +43,8 @@ class JudgeArgs(Args):
     scale: tuple[float, float] = (0.0, 10.0)
     """The numbers that become 0 and 1; one outside is unparsable."""
     api_key_env: str | None = None
-    timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Of one try."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 20.0
+    """Of one try; verify.timeout_seconds is the limit of all of them."""
     tries: Annotated[int, Field(ge=1, le=20)] = 5
     max_tokens: Annotated[int, Field(ge=1)] = 1024
     temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -34,6 +34,8 @@ class LoadedReward:
     """Built in: runs in the worker itself."""
     unlimited: bool = False
     """Keeps a time limit of its own, which begins when it has a place to run."""
+    late: str = "reward_timeout"
+    """The reason where it passes verify.timeout_seconds."""
     parts: tuple[Part, ...] = ()
     """Of `composed`."""
 
@@ -55,6 +57,8 @@ class Builtin:
     call: Reward
     args: type[Args] | None
     runs: Literal["inline", "thread", "async", "host"]
+    unlimited: bool = False
+    late: str = "reward_timeout"
 
 
 CATALOGUE = {
@@ -64,8 +68,8 @@ CATALOGUE = {
     "addition": Builtin(addition, None, "inline"),
     "regex": Builtin(regex, RegexArgs, "thread"),
     "json_schema": Builtin(json_schema, JsonSchemaArgs, "host"),
-    "python_tests": Builtin(python_tests, PythonTestsArgs, "async"),
-    "llm_judge": Builtin(llm_judge, JudgeArgs, "async"),
+    "python_tests": Builtin(python_tests, PythonTestsArgs, "async", unlimited=True),
+    "llm_judge": Builtin(llm_judge, JudgeArgs, "async", late="judge_unavailable"),
 }
 BUILTIN = (*CATALOGUE, COMPOSED)
 
@@ -102,7 +106,8 @@ def _builtin(name: str, found: Builtin, args: Mapping[str, Any] | None) -> Loade
         inline=found.runs == "inline",
         is_async=found.runs == "async",
         ours=found.runs != "host",
-        unlimited=found.runs == "async",
+        unlimited=found.unlimited,
+        late=found.late,
     )
 
 

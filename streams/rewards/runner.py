@@ -52,7 +52,7 @@ class RewardRunner:
                 returned = await asyncio.wait_for(call(reward, view), limit)
                 return _checked(reward, lambda: returned)
             except TimeoutError:
-                raise RewardError("reward_timeout", f"{reward.name} took over {self._timeout_s} s") from None
+                raise RewardError(reward.late, f"{reward.name} took over {self._timeout_s} s") from None
             finally:
                 self.running -= 1
                 metrics.reward_seconds.observe(time.perf_counter() - started)
