@@ -116,7 +116,13 @@ def partitions_of(consumer: KafkaConsumer, topic: str, *, timeout_s: float = 30.
     """All partitions of `topic`; BrokerError if it does not exist after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
-        numbers = consumer.partitions_for_topic(topic)
+        try:
+            numbers = consumer.partitions_for_topic(topic)
+        except KafkaError as e:
+            # A node that was lost while it was asked; another one is asked next.
+            if not e.retriable or time.monotonic() > deadline:
+                raise
+            numbers = None
         if numbers:
             return [TopicPartition(topic, p) for p in sorted(numbers)]
         if time.monotonic() > deadline:

@@ -130,6 +130,9 @@ class _Run:
                 r.spec.name for r in self._stack.supervisor.roles if r.spec.name.startswith("rollout")
             ]
             self._stack.supervisor.stop_some(rollouts)
+            self._until(
+                lambda: bool(self._vulnerable()), STUCK_SECONDS, "the broker's nodes were not all in sync"
+            )
             audit, lags = self._settle()
             self._stack.stop_roles()
         finally:

@@ -1,0 +1,47 @@
+"""What headrace's own Kafka helpers do when a node is lost while it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kafka import TopicPartition
+from kafka.errors import KafkaConnectionError, KafkaError, TopicAuthorizationFailedError
+
+from headrace.schemas.errors import BrokerError
+from headrace.streams.kafka import partitions_of
+
+
+class Answers:
+    """A consumer whose metadata requests end one after the other as given, the last one for ever."""
+
+    def __init__(self, *answers: set[int] | KafkaError | None) -> None:
+        self._answers = list(answers)
+        self.asked = 0
+
+    def partitions_for_topic(self, topic: str) -> Any:
+        self.asked += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, KafkaError):
+            raise answer
+        return answer
+
+
+def test_a_node_lost_while_it_is_asked_for_partitions_is_asked_about_again() -> None:
+    consumer = Answers(KafkaConnectionError("socket disconnected"), None, {1, 0})
+    assert partitions_of(consumer, "a") == [TopicPartition("a", 0), TopicPartition("a", 1)]
+    assert consumer.asked == 3
+
+
+def test_what_no_other_node_can_mend_is_raised_at_once() -> None:
+    consumer = Answers(TopicAuthorizationFailedError())
+    with pytest.raises(TopicAuthorizationFailedError):
+        partitions_of(consumer, "a")
+    assert consumer.asked == 1
+
+
+def test_no_node_for_too_long_and_a_topic_that_is_missing_are_told_apart() -> None:
+    with pytest.raises(KafkaConnectionError):
+        partitions_of(Answers(KafkaConnectionError("refused")), "a", timeout_s=0.0)
+    with pytest.raises(BrokerError, match="topic a does not exist"):
+        partitions_of(Answers(None), "a", timeout_s=0.0)
