@@ -7,11 +7,12 @@ proof     the audit of the log, every version made again from version 0, no proc
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,6 +271,18 @@ class _Run:
         }
 
 
+@contextmanager
+def _clients_quiet() -> Iterator[None]:
+    """Nodes that are away are the point: this process's clients need not tell each failed connection."""
+    clients = logging.getLogger("kafka")
+    former = clients.level
+    clients.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        clients.setLevel(former)
+
+
 def _once(say: Say) -> Say:
     """`say` without the repeats of a phase that is told often."""
     last = [""]
@@ -287,7 +300,7 @@ def _lives(role: Any) -> bool:
 
 
 @contextmanager
-def _ledger(path: Path) -> Any:
+def _ledger(path: Path) -> Iterator[None]:
     """Producers of this process's children write their acknowledgements to `path`."""
     path.touch()
     former = os.environ.get(LEDGER_VARIABLE)
