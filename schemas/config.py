@@ -53,7 +53,7 @@ class KafkaConfig(Section):
     bootstrap: str | None = None
     """host:port[,host:port]; None: `headrace up` starts a broker of its own."""
     broker: Literal["auto", "embedded", "kafka"] = "auto"
-    """Which one to start without a bootstrap; auto: Apache Kafka where kafka_home or KAFKA_HOME is set, else embedded."""
+    """Which one to start without a bootstrap; auto: Kafka of kafka_home, KAFKA_HOME or `broker fetch`, else embedded."""
     kafka_home: Path | None = None
     """An unpacked Apache Kafka release (its libs/ folder is on the class path)."""
     nodes: Literal[1, 3] = 1

@@ -132,6 +132,14 @@ def test_what_is_there_is_not_fetched_again(site: Site, tmp_path: Path) -> None:
     assert site.fetch(tmp_path).source is None and site.asked == []
 
 
+def test_a_release_that_was_damaged_later_is_named(site: Site, tmp_path: Path) -> None:
+    site.put(GOOD)
+    for jar in site.fetch(tmp_path).path.glob("libs/*"):
+        jar.unlink()
+    with pytest.raises(ConfigError, match="was damaged: remove it"):
+        site.fetch(tmp_path)
+
+
 def test_a_wrong_sum_leaves_nothing(site: Site, tmp_path: Path) -> None:
     site.put(GOOD, sum_of=b"another")
     with pytest.raises(ConfigError, match=r"is not what was published.*it was removed: fetch it again"):

@@ -71,7 +71,10 @@ def fetch(
     target = folder / version
     with _locked(folder, say):
         if target.exists():
-            find_jars(target)
+            try:
+                find_jars(target)
+            except ConfigError as e:
+                raise ConfigError(f"{target} was damaged: remove it, then fetch it again ({e})") from None
             return Fetched(version=version, path=target, source=None, sha512=None)
         for left in folder.glob(f".{version}-*"):
             # Of an unpacking that was killed; we hold the lock.
