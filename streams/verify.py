@@ -42,6 +42,7 @@ TRAJECTORY_HEADER = "trajectory"
 """Of a score record: its trajectory_id, so that a reader who only counts need not decode."""
 DEADLINE_HEADER = "group-deadline-ms"
 STORE_TRIES = 5
+HOST_START_S = 30.0
 
 _RECORDS = metrics.stage_records.labels(stage=STAGE)
 _SCORES = {status: metrics.scores.labels(status=status.value) for status in ScoreStatus}
@@ -68,6 +69,7 @@ class Verify:
             concurrency=config.verify.concurrency, timeout_s=config.verify.timeout_seconds
         )
         self._hosts = host_pool(config.verify) if config.verify.isolation == "process" else None
+        self._timeout_s = config.verify.timeout_seconds
         self._failure_reward = config.verify.failure_reward
         self._topic = topics.name(SCORES)
         self._outbox, self._store = outbox, store
@@ -80,6 +82,11 @@ class Verify:
     def running(self) -> int:
         """Calls of a user's own rewards in progress."""
         return self._runner.running + (self._hosts.running if self._hosts is not None else 0)
+
+    @property
+    def slow_seconds(self) -> float:
+        """How long a record may take at this moment: a call, and again alone in a process that first must start."""
+        return 2 * self._timeout_s + HOST_START_S if self.running else 0.0
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`."""

@@ -91,7 +91,7 @@ async def _stop(app: StreamsApp) -> None:
 
 def readings_of(app: StreamsApp, config: Config, ends: Ends) -> dict[str, Reading]:
     """How far the worker is, for the watchdog. Called from its thread."""
-    slow = config.verify.timeout_seconds if app.verify_stage.running else 0.0
+    slow = app.verify_stage.slow_seconds
     return readings_of_consumer(
         app,
         config.streams.watchdog_seconds,

@@ -15,7 +15,7 @@ import pytest
 from headrace.schemas.errors import RewardError
 from headrace.streams.rewards.base import Message, RewardResult, RolloutView, result_of
 from headrace.streams.rewards.load import load_reward
-from headrace.streams.rewards.pool import HostPool
+from headrace.streams.rewards.pool import HostPool, checked_reply
 from headrace.streams.rewards.scratch import Scratch
 from headrace.streams.sandbox.layers import probe
 
@@ -94,7 +94,6 @@ REASONS = {
     "leaves_async": "reward_raised",
     "dies": "reward_crashed",
     "closes": "reward_crashed",
-    "forges": "reward_not_finite",
 }
 
 
@@ -140,10 +139,11 @@ def run(
 
 
 def test_results_come_back_whole(hostile: str) -> None:
-    assert run(hostile, "good", "good_async", "failed", "writes_inside", "prints") == [
+    assert run(hostile, "good", "good_async", "failed", "writes_inside", "prints", "forges") == [
         RewardResult(0.5, {"length": 3.0}),
         RewardResult(0.75, {}, (0.25, 0.5)),
         RewardResult.failure("by_rule"),
+        RewardResult(1.0),
         RewardResult(1.0),
         RewardResult(1.0),
     ]
@@ -166,7 +166,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from headrace.streams.rewards.base import Message, RolloutView
 from headrace.streams.rewards.load import load_reward
-from headrace.streams.rewards.pool import HostPool
+from headrace.streams.rewards.pool import HostPool, checked_reply
 async def main():
     pool = HostPool(concurrency=2, timeout_s=600, hosts=2, limits={"memory_mb": 1024}, require=False)
     view = RolloutView(task_id="t", rollout_id="r", messages=())
@@ -206,6 +206,23 @@ def test_what_is_granted_is_not_refused(hostile: str) -> None:
 
 def test_the_probe_tells_what_is_missing_in_words() -> None:
     assert all(isinstance(line, str) for line in probe())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"value": float("nan")}, "reward_not_finite"),
+        ({"value": "1"}, "reward_not_number"),
+        ({"value": 1.0, "components": {"a": float("inf")}}, "reward_not_finite"),
+        ({"value": 1.0, "components": 3}, "reward_crashed"),
+        ({}, "reward_crashed"),
+    ],
+)
+def test_a_reply_of_a_host_is_checked_again(fields: dict[str, Any], reason: str) -> None:
+    whole = {"components": {}, "turns": None, "failed": None, **fields}
+    with pytest.raises(RewardError) as caught:
+        checked_reply(whole)
+    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("turns", ["12", 3, [1.0, "x"], [float("inf")]])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -34,6 +34,8 @@ START_SECONDS = 60.0
 """For a host to start, and again to import a reward's module."""
 MAX_LINE = 1 << 20
 MAX_REASON = 100
+ALONE = 4
+"""Calls at once that are made again, each alone in a host."""
 
 
 class HostPool:
@@ -56,7 +58,9 @@ class HostPool:
         self._hosts: list[_Host | None] = [None] * min(hosts, concurrency)
         self._starting = [asyncio.Lock() for _ in self._hosts]
         self._room = asyncio.Semaphore(concurrency)
-        self._alone = asyncio.Lock()
+        self._alone = asyncio.Semaphore(ALONE)
+        self._spare: list[_Host] = []
+        """Hosts for calls that are made alone, in no call at this moment."""
         self._scratch = Scratch()
         self._living: list[_Host] = []
         """Processes that have not ended yet, killed ones too."""
@@ -94,11 +98,13 @@ class HostPool:
             if e.reason != "host_lost" and (e.reason not in ("reward_memory", "reward_crashed") or alone):
                 raise
         async with self._alone:
-            host = await self._started()
+            spare = [host for host in self._spare if not host.lost]
+            self._spare = spare[1:]
+            host = spare[0] if spare else await self._started()
             try:
                 return await host.call(request, self._timeout_s, self._start_s)
             finally:
-                host.kill()
+                self._spare.append(host)
 
     async def _least_busy(self) -> _Host:
         def load(index: int) -> int:
@@ -148,7 +154,6 @@ class _Host:
         self._in, self._out = process.stdin, process.stdout
         self.pending: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self.lost = False
-        self._ids = itertools.count()
         self._known: set[tuple[str, str]] = set()
         self._reader = asyncio.create_task(self._read())
 
@@ -177,7 +182,7 @@ class _Host:
 
     async def call(self, request: Mapping[str, Any], timeout_s: float, start_s: float) -> RewardResult:
         """One call. RewardError: the reward's own reason, reward_timeout, reward_crashed, or host_lost by another."""
-        number = next(self._ids)
+        number = secrets.randbits(62)  # no reward can answer for another by guessing
         key = (request["name"], json.dumps(request["init"], sort_keys=True))
         loading = key not in self._known
         limit = start_s if loading else timeout_s
@@ -199,7 +204,7 @@ class _Host:
             if answer["error"] == "reward_memory":
                 self.kill("host_lost")
             raise RewardError(str(answer["error"]), str(answer["detail"]))
-        return _checked(answer)
+        return checked_reply(answer)
 
     def kill(self, reason: str = "host_lost") -> None:
         """End the process and every call in it."""
@@ -233,7 +238,7 @@ class _Host:
         self.kill("reward_crashed")
 
 
-def _checked(answer: Mapping[str, Any]) -> RewardResult:
+def checked_reply(answer: Mapping[str, Any]) -> RewardResult:
     """The host's word is not taken for it: a reward may have written on its pipe."""
     try:
         failed, turns = answer["failed"], answer["turns"]
