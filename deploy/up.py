@@ -13,6 +13,7 @@ from ..schemas.config import Config
 from ..schemas.errors import ConfigError
 from ..schemas.task import Task
 from ..streams.rewards.load import load_reward
+from ..streams.sandbox.layers import probe
 from .broker.choice import broker_reason
 from .model_dir import check_model_dir
 from .processes import require_free_port
@@ -45,7 +46,12 @@ def check(config: Config, plugin_path: Sequence[Path]) -> list[Task]:
     tasks = list(lines.values())
     check_model_dir(config.policy.model, chat=any(task.messages is not None for task in tasks))
     sys.path += [str(p) for p in plugin_path if str(p) not in sys.path]
-    load_reward(config.verify.reward, config.verify.reward_args)
+    default_used = any(task.reward_spec is None for task in tasks)
+    load_reward(config.verify.reward, config.verify.reward_args, complete=default_used)
+    if config.verify.sandbox == "require" and (missing := probe()):
+        raise ConfigError(
+            f"verify.sandbox is require, and this machine lacks {'; '.join(missing)}: set it to prefer, or see doctor"
+        )
     load_environment(config.rollout.environment)
     _check_plugins(config, lines)
     check_same_run(config.run.dir, config)
@@ -62,7 +68,7 @@ def _check_plugins(config: Config, lines: Mapping[int, Task]) -> None:
             seen.add(("reward", task.reward_spec))
             spec = json.loads(task.reward_spec)
             try:
-                load_reward(spec["name"], spec.get("args"))
+                load_reward(spec["name"], spec.get("args"), complete=True)
             except ConfigError as e:
                 raise ConfigError(f'{where}, field "reward": {e}') from e
         key = ("environment", task.environment or "", task.environment_args or "")

@@ -250,6 +250,14 @@ ENVIRONMENT = "class E:\n    def __init__(self, size: int) -> None:\n        pas
     ("fields", "message"),
     [
         ({"reward": "exact_mach"}, r'line 2, field "reward": reward \'exact_mach\' is neither built in'),
+        (
+            {"reward": {"name": "numeric", "args": {"answer": "x"}}},
+            r"line 2, field \"reward\": reward 'numeric': argument 'answer'",
+        ),
+        (
+            {"reward": "regex"},
+            r"line 2, field \"reward\": reward 'regex': argument 'pattern': Field required",
+        ),
         ({"reward": "nowhere:f"}, r'line 2, field "reward": .*tried to import'),
         ({"environment": "calculater"}, r'line 2, field "environment": .*neither built in'),
         ({"environment": "sized_env:F"}, r'line 2, field "environment": .*has no \'F\''),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import platform
 import struct
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
+from test_init import model_dir
 
+from headrace.deploy.init import write_templates
+from headrace.deploy.up import check
+from headrace.schemas.config import VerifyConfig, load_config
+from headrace.schemas.errors import ConfigError, RewardError
+from headrace.streams.rewards.base import RolloutView
+from headrace.streams.rewards.load import load_reward
+from headrace.streams.rewards.pool import host_pool
 from headrace.streams.sandbox import seccomp
 
 ALLOW = 0x7FFF0000
@@ -81,6 +92,26 @@ def test_what_is_granted_passes_and_the_rest_stays_refused(arch: str) -> None:
 def test_another_machines_calls_end_the_process() -> None:
     assert verdict(program("x86_64"), 0x40000003, 1) == KILL  # 32-bit calls have other numbers
     assert verdict(program("x86_64"), seccomp.ARCHES["x86_64"], 0x40000000 + 41) == 0x00050000 | errno.ENOSYS
+
+
+def test_with_require_up_stops_and_rewards_are_void_where_a_layer_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = VerifyConfig(sandbox="require", reward="calculator")
+    pool = host_pool(config)
+
+    async def lacking(*_: object) -> object:
+        return types.SimpleNamespace(missing=["landlock: none"], kill=lambda: None, has_ended=True)
+
+    monkeypatch.setattr("headrace.streams.rewards.pool._Host.start", lacking)
+    view = RolloutView(task_id="t", rollout_id="r", messages=())
+    with pytest.raises(RewardError, match="sandbox_unavailable: landlock"):
+        asyncio.run(pool.run(load_reward("math:sqrt"), view))
+    write_templates(tmp_path)
+    model_dir(tmp_path)
+    monkeypatch.setattr("headrace.deploy.up.probe", lambda: ["landlock: none"])
+    with pytest.raises(ConfigError, match="this machine lacks landlock"):
+        check(load_config(tmp_path / "headrace.toml", overrides={"verify.sandbox": "require"}), [tmp_path])
 
 
 CHILD = """

@@ -74,15 +74,16 @@ CATALOGUE = {
 BUILTIN = (*CATALOGUE, COMPOSED)
 
 
-def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedReward:
+def load_reward(name: str, args: Mapping[str, Any] | None = None, *, complete: bool = False) -> LoadedReward:
     """The reward called `name`. A class is instantiated with `args`; a function finds them in `rollout.args`.
 
-    Raises ConfigError that says what was tried, or which of a built-in reward's `args`, if there are any, is wrong.
+    Raises ConfigError that says what was tried, or which of a built-in reward's `args` is wrong; one that has none
+    at all is wrong only if they are `complete`.
     """
     if name == COMPOSED:
         return _composed(args or {})
     if name in CATALOGUE:
-        return _builtin(name, CATALOGUE[name], args)
+        return _builtin(name, CATALOGUE[name], args, complete)
     call = _import(name)
     if inspect.isclass(call):
         try:
@@ -97,9 +98,9 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> LoadedRewar
     return LoadedReward(name, call, inline=False, is_async=is_async, init=dict(args or {}))
 
 
-def _builtin(name: str, found: Builtin, args: Mapping[str, Any] | None) -> LoadedReward:
-    if args and found.args is not None:
-        check_args(name, found.args, args)
+def _builtin(name: str, found: Builtin, args: Mapping[str, Any] | None, complete: bool) -> LoadedReward:
+    if (args or complete) and found.args is not None:
+        check_args(name, found.args, args or {})
     return LoadedReward(
         name,
         found.call,
@@ -116,7 +117,9 @@ def _composed(args: Mapping[str, Any]) -> LoadedReward:
     parts = []
     for name, part in ComposedArgs.model_validate(dict(args)).parts.items():
         try:
-            parts.append(Part(name, part.weight, load_reward(part.reward, part.args), part.args))
+            parts.append(
+                Part(name, part.weight, load_reward(part.reward, part.args, complete=True), part.args)
+            )
         except ConfigError as e:
             raise ConfigError(f"reward {COMPOSED!r}, part {name!r}: {e}") from e
     return LoadedReward(COMPOSED, not_called, inline=False, is_async=True, ours=True, parts=tuple(parts))
