@@ -63,9 +63,17 @@ class KafkaConfig(Section):
     sasl_mechanism: str | None = None
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
-    replication_factor: Annotated[int, Field(ge=1)] = 1
+    replication_factor: int = -1
+    """Of the topics that headrace makes; -1: the broker's own default.replication.factor."""
     static_members: bool = False
     """Give every consumer a static group id: the embedded broker does not expire dead members."""
+
+    @field_validator("replication_factor")
+    @classmethod
+    def _replicas(cls, value: int) -> int:
+        if value != -1 and not 1 <= value <= 32767:
+            raise ValueError("use 1 or more, or -1 for the broker's own default")
+        return value
 
     @field_validator("bootstrap")
     @classmethod

@@ -136,8 +136,8 @@ def test_three_nodes_keep_what_was_acknowledged_while_one_is_killed_and_taken_ba
     folder: Path, namespace: str
 ) -> None:
     first, started = start(folder, KafkaConfig(broker="kafka"), nodes=3, port=None)
-    assert len(started) == 3 and first.settings == {"kafka.replication_factor": "3"}
-    config, topics = KafkaConfig(bootstrap=first.bootstrap, replication_factor=3), Topics(namespace)
+    assert len(started) == 3 and first.settings == {}
+    config, topics = KafkaConfig(bootstrap=first.bootstrap), Topics(namespace)
     create_topics(config, topics, ["policy"])
     victim = first.nodes[1]
     assert victim.pid is not None

@@ -188,9 +188,7 @@ def status(folder: Path) -> Status:
     found = tuple(_node_status(node, now) for node in state.nodes)
     count = len(found)
     limits = LIMITS[state.kind]
-    settings = {} if count == 1 else {"kafka.replication_factor": str(count)}
-    if not limits.expires_dead_members:
-        settings["kafka.static_members"] = "true"
+    settings = {} if limits.expires_dead_members else {"kafka.static_members": "true"}
     return Status(
         running=2 * sum(node.up for node in found) > count,
         kind=state.kind,
