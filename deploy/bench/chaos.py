@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.config import Config, load_config
-from ...schemas.errors import ConfigError
+from ...schemas.errors import ConfigError, HeadraceError
 from ..audit import AuditResult
 from ..audit_log import GroupLag, group_lags, read_weights, run_audit
 from ..commands_audit import LEDGER_VARIABLE
