@@ -224,7 +224,7 @@ class _Run:
         while not done():
             self._look()
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise HeadraceError(
                     f"{otherwise} in {seconds:.0f} s; logs are in {self._stack.run_dir / 'logs'}"
                 )
 
