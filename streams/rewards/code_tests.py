@@ -7,6 +7,7 @@ against that belong in an environment's own container.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -158,4 +159,5 @@ def _room() -> asyncio.Semaphore:
 def _scratch() -> Scratch:
     if not _scratches:
         _scratches.append(Scratch())
+        atexit.register(_scratches[0].close)
     return _scratches[0]
