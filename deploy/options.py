@@ -24,7 +24,9 @@ BootstrapOption = Annotated[
 ]
 KafkaHomeOption = Annotated[
     Path | None,
-    typer.Option(help="An unpacked Apache Kafka release to start (else KAFKA_HOME, else a fetched one, else embedded)."),
+    typer.Option(
+        help="An unpacked Apache Kafka release to start (else KAFKA_HOME, else a fetched one, else embedded)."
+    ),
 ]
 
 
