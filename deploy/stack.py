@@ -139,7 +139,9 @@ class Stack:
         if self.config.kafka.bootstrap is not None:
             return
         kind, home = choose_kind(self.config.kafka)
-        self._tick(f"starting {LIMITS[kind].title}")
+        many = f"Apache Kafka ({self.config.kafka.nodes} nodes)"
+        several = kind == "kafka" and self.config.kafka.nodes > 1
+        self._tick(f"starting {many if several else LIMITS[kind].title}")
         data, log = self.run_dir / "broker" / kind, self.run_dir / "logs" / "broker.log"
         nodes = self.config.kafka.nodes if kind == "kafka" else 1
         broker = self.broker = start_broker(kind, data, home, log=log, nodes=nodes)

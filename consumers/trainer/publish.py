@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 from kafka import KafkaProducer, TopicPartition
-from kafka.errors import InvalidProducerEpochError, KafkaError, ProducerFencedError
+from kafka.errors import (
+    InvalidProducerEpochError,
+    KafkaConnectionError,
+    KafkaError,
+    KafkaTimeoutError,
+    ProducerFencedError,
+)
 from kafka.structs import OffsetAndMetadata
 
 from ...schemas import topics as t
@@ -23,7 +29,13 @@ from ...schemas.codec import version_headers
 from ...schemas.config import KafkaConfig
 from ...schemas.deadletter import DeadLetter, dead_letter_record
 from ...schemas.delta import encode_anchor, encode_delta
-from ...schemas.errors import BlobError, BrokerError, FencedError, InvalidMessageError
+from ...schemas.errors import (
+    BlobError,
+    BrokerError,
+    BrokerUnreachableError,
+    FencedError,
+    InvalidMessageError,
+)
 from ...schemas.weight_hash import set_hash, tensor_hashes
 from ...schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
@@ -35,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 TRANSACTION_SECONDS = 30.0
 """A broker that comes back, or another one of the cluster, finishes it in a fraction of this."""
+PATIENCE_SECONDS = 180.0
+"""A broker that was killed is back in its cluster within a quarter of a minute; a machine restarts in minutes."""
 RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 """Pauses between attempts to store a blob."""
 
@@ -174,18 +188,37 @@ class Publisher:
         return self._producer.send(self._letters_topic, value, key=key, headers=headers)
 
 
-def make_transactional(config: KafkaConfig, topics: t.Topics, policy_id: str) -> KafkaProducer:
+def make_transactional(
+    config: KafkaConfig,
+    topics: t.Topics,
+    policy_id: str,
+    *,
+    patience_s: float = PATIENCE_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> KafkaProducer:
     """The policy's producer; from here on every earlier trainer of this policy is fenced, its open transaction aborted.
 
-    Raises BrokerError.
+    Tries for `patience_s` while brokers are away. Raises BrokerError.
     """
-    group = topics.group("trainer", policy_id)
+    deadline = clock() + patience_s
+    while True:
+        try:
+            return _make_transactional(config, topics.group("trainer", policy_id))
+        except (KafkaTimeoutError, KafkaConnectionError, BrokerUnreachableError) as e:
+            if clock() > deadline:
+                raise BrokerError(f"the trainer's transactions cannot start: {e}") from e
+            logger.warning("the trainer's transactions cannot start yet: %s", e)
+        except KafkaError as e:
+            raise BrokerError(f"the trainer's transactions cannot start: {e}") from e
+
+
+def _make_transactional(config: KafkaConfig, group: str) -> KafkaProducer:
     producer = make_producer(
         config, client_id=group, transactional_id=group, retry_backoff_ms=5, linger_ms=0, max_block_ms=30_000
     )
     try:
         bounded(producer.init_transactions, limit_s=TRANSACTION_SECONDS, what="the start of transactions")
-    except KafkaError as e:
+    except KafkaError:
         producer.close(timeout=1)
-        raise BrokerError(f"the trainer's transactions cannot start: {e}") from e
+        raise
     return producer
