@@ -83,7 +83,7 @@ def _add_agents(app: StreamsApp, topics: Topics) -> None:
 
         @app.timer(interval=FEEDBACK_TICK_SECONDS)
         async def settle() -> None:
-            await join.tick(int(time.time() * 1000))
+            await join.tick(app.clock.at(int(time.time() * 1000)))
 
     @app.timer(interval=TICK_SECONDS)
     async def close_groups() -> None:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import struct
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import faust
@@ -101,7 +102,9 @@ class FeedbackJoin:
         self._changelog = topics.changelog("streams", TABLE)
         self._dead_letters = DeadLetters(outbox, topics, STAGE)
         self._partitions: dict[int, _Partition] = {}
-        self._sending: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[Any]] = set()
+        self._unsent: dict[str, set[asyncio.Task[bool]]] = {}
+        """rollout_id -> sendings of its scores that have not ended."""
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`, of the topic `feedback`."""
@@ -187,19 +190,23 @@ class FeedbackJoin:
         by_rollout: dict[str, list[Settled]] = {}
         for one in settled:
             by_rollout.setdefault(one.score.rollout_id, []).append(one)
-        for ones in by_rollout.values():
-            self._start(self._send(partition, ones))
+        for rollout_id, ones in by_rollout.items():
+            task = self._start(self._send(partition, ones))
+            self._unsent.setdefault(rollout_id, set()).add(task)
+            task.add_done_callback(partial(self._sent, rollout_id))
         for rollout in forgotten:
-            self._start(self._forget(partition, rollout))
+            # After a long absence a rollout is settled and forgotten at once.
+            before = set(self._unsent.get(rollout.rollout_id, ()))
+            self._start(self._forget(partition, rollout, before))
 
-    async def _send(self, partition: int, ones: list[Settled]) -> None:
-        """Deliver the scores of one rollout, then mark them settled."""
+    async def _send(self, partition: int, ones: list[Settled]) -> bool:
+        """Deliver the scores of one rollout, then mark them settled; False where that is another worker's now."""
         for one in ones:
             score = one.score
             key = trajectory_key(score.rollout_id, score.trajectory_id)
             value = self._table.data.get(key)
             if value is None:  # the partition was taken away meanwhile; its new owner sends this
-                return
+                return False
             kept = Fact.decode(value)
             headers: Headers = [(TRACE_HEADER, kept.trace)] if kept.trace else []
             metrics.scores.labels(status=score.status.value).inc()
@@ -213,9 +220,20 @@ class FeedbackJoin:
                 )
             )
             await self._write(key, Fact(SETTLED, partition, kept.at_ms))
+        return True
 
-    async def _forget(self, partition: int, rollout: Forgotten) -> None:
-        """Outcomes first: a crash in between leaves the marks, not outcomes that look unknown."""
+    def _sent(self, rollout_id: str, task: asyncio.Task[bool]) -> None:
+        self._unsent[rollout_id].discard(task)
+        if not self._unsent[rollout_id]:
+            del self._unsent[rollout_id]
+
+    async def _forget(self, partition: int, rollout: Forgotten, before: set[asyncio.Task[bool]]) -> None:
+        """Once its scores are delivered by `before`: what waits in the table is all that a restart would know.
+
+        Outcomes first: a crash in between leaves the marks, not outcomes that look unknown.
+        """
+        if before and not all(await asyncio.gather(*before)):
+            return
         if rollout.unknown:
             metrics.feedback_outcomes.labels(fate="unknown").inc(len(rollout.outcomes))
             logger.warning(
@@ -249,8 +267,9 @@ class FeedbackJoin:
         """The books of all partitions from the recovered table; what is left of others is thrown out."""
         assigned = self._assigned()
         states = {p: _Partition(generation, FeedbackBook(self._rule)) for p in assigned}
-        for key, value in list(self._table.data.items()):
-            fact = Fact.decode(value)
+        facts = [(key, Fact.decode(value)) for key, value in self._table.data.items()]
+        # Marks last: beside one alone an outcome would be late, and then never be removed from the table.
+        for key, fact in sorted(facts, key=lambda item: item[1].kind == SETTLED):
             if fact.partition not in states:
                 del self._table.data[key]
                 continue
@@ -268,12 +287,13 @@ class FeedbackJoin:
     def _assigned(self) -> set[int]:
         return {tp.partition for tp in self._app.consumer.assignment() if tp.topic in self._inputs}
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._ended)
+        return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._sending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._outbox.fail(error)
