@@ -6,6 +6,7 @@ becomes exactly one sample, whatever its fate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from .groups import ClosedGroup, Rollout
 from .turns import turn_advantages
 
 HOP = "advantage"
+OVERFLOW = "advantage_not_finite"
+"""Why a group is dropped whose finite rewards are too large to reckon with: it must not stop the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,7 @@ def fates_of(
     """
     valid = [r for r in group.rollouts if r.reward is not None]
     counted = [r for r in valid if not _is_eval(r)] or valid
-    rewards = [r.reward for r in counted if r.reward is not None]
-    advantages = dict(zip((r.rollout_id for r in counted), rule.estimator(rewards, history), strict=True))
-    by_turn = _by_turn(counted, rule)
-    silent = not any(advantages.values()) and not any(a.any() for a in by_turn.values())
-    baseline = _Baseline(len(counted), mean_of(rewards) if rewards else None, silent)
+    advantages, by_turn, baseline = _weighed(counted, rule, history)
     samples = []
     for rollout in group.rollouts:
         advantage, turns = advantages.get(rollout.rollout_id), by_turn.get(rollout.rollout_id)
@@ -88,8 +87,28 @@ def fates_of(
             reason = None if rollout.whole else "late"
             if reason is None:
                 reason = _reason(entry.score, rollout.reward, baseline, rule, current_version)
+            if reason is None and advantage is None:
+                reason = "eval" if advantages else OVERFLOW
             samples.append(_sample(entry.score, reason, rollout.reward, advantage, baseline, now_ms, turns))
     return samples
+
+
+def _weighed(
+    counted: Sequence[Rollout[Any]], rule: FateRule, history: Sequence[float]
+) -> tuple[dict[str, float], Mapping[str, np.ndarray], _Baseline]:
+    """Advantages by rollout, those per turn, and the baseline; nothing where rewards overflow the arithmetic."""
+    rewards = [r.reward for r in counted if r.reward is not None]
+    try:
+        found = rule.estimator(rewards, history)
+        by_turn = _by_turn(counted, rule)
+        mean = mean_of(rewards) if rewards else None
+    except (OverflowError, ValueError):  # fsum says ValueError of inf - inf
+        return {}, {}, _Baseline(len(counted))
+    if not all(map(math.isfinite, found)) or not all(np.isfinite(a).all() for a in by_turn.values()):
+        return {}, {}, _Baseline(len(counted))
+    silent = not any(found) and not any(a.any() for a in by_turn.values())
+    advantages = dict(zip((r.rollout_id for r in counted), found, strict=True))
+    return advantages, by_turn, _Baseline(len(counted), mean, silent)
 
 
 def _is_eval(rollout: Rollout[Any]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -23,6 +24,8 @@ HOP = "feedback"
 REWARD = "reward"
 """The signal that replaces every other part of the reward."""
 NO_FEEDBACK = "no_feedback"
+NOT_FINITE = "reward_not_finite"
+"""The sum of finite parts is beyond what a float holds."""
 
 
 class Fate(StrEnum):
@@ -136,6 +139,9 @@ class JoinRule:
             turns = (*scaled[:-1], scaled[-1] + added)
         else:
             turns = None
+        if not all(map(math.isfinite, (reward, *(turns or ())))):
+            void = replace(final, status=ScoreStatus.VOID, reason=NOT_FINITE, reward=None, turn_rewards=None)
+            return Settled(void, Cause.VOID)
         cause = Cause.OUTCOMES if known else Cause.DEFAULT
         return Settled(replace(final, reward=reward, turn_rewards=turns), cause)
 

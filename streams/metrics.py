@@ -21,7 +21,7 @@ REGISTRY = CollectorRegistry()
 
 DROP_REASONS = (
     *("stale", "void", "eval", "late", "zero_variance", "truncated", "over_long"),
-    *("duplicate", "payload"),
+    *("duplicate", "payload", "advantage_not_finite"),
 )
 RESTART_CAUSES = ("stalled", "killed", "crashed")
 RESTARTS_VARIABLE = "HEADRACE_RESTARTS"

@@ -13,7 +13,7 @@ from streams_records import a_score
 from headrace.schemas.config import FeedbackConfig, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.feedback import Feedback
-from headrace.schemas.score import Score, ScoreStatus
+from headrace.schemas.score import SCORE, Score, ScoreStatus
 from headrace.streams.feedback_book import Cause, Fate, FeedbackBook, Forgotten, JoinRule, Settled
 
 WINDOW = 100_000
@@ -150,6 +150,15 @@ def test_a_rollout_of_two_trajectories_waits_for_both_and_they_share_the_reward(
     waiting(book, at=START + 60, trajectory_count=2, trajectory_index=1)
     found = settled(book, START + 61)
     assert [(s.score.trajectory_id, s.score.reward) for s in found] == [("r.0", 1.0), ("r.1", 1.0)]
+
+
+def test_signals_whose_sum_is_no_number_make_a_void_score() -> None:
+    book = a_book(weights={"accepted": 10.0}, settle="window")
+    waiting(book)
+    book.add_outcome(an_outcome(value=1e308), START + 1)
+    score = the_score(book)
+    assert (score.status, score.reason, score.reward) == (ScoreStatus.VOID, "reward_not_finite", None)
+    assert SCORE.decode(SCORE.encode(score)).reason == "reward_not_finite"
 
 
 EVENTS = st.lists(

@@ -217,6 +217,21 @@ def test_zero_variance_groups_are_dropped_only_on_demand() -> None:
     assert all(s.reason is None for s in fates(closed_group([1.0, 0.0]), drop_zero_variance=True))
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp", "ema"])
+def test_rewards_too_large_to_reckon_with_drop_their_group_and_stop_nothing(estimator: str) -> None:
+    found = fates(closed_group([1e308, 1e308, -1e308, None]), estimator=estimator)
+    assert [s.reason for s in found] == [*["advantage_not_finite"] * 3, "void"]
+    assert all(s.advantage is None for s in found)
+
+
+def test_a_rollout_with_one_trajectory_of_the_eval_split_trains_none_of_them() -> None:
+    log = Log()
+    log.add(a_score("a", 1.0, size=2, trajectory_count=2, split=Split.EVAL))
+    log.add(a_score("a", 1.0, size=2, trajectory_count=2, trajectory_index=1))
+    log.add(a_score("b", 0.0, size=2))
+    assert [s.reason for s in fates(log.closed[0])] == ["eval", "eval", None]
+
+
 GROUPS = st.lists(
     st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=5), min_size=1, max_size=5
 )

@@ -152,6 +152,12 @@ def test_one_void_part_voids_the_whole() -> None:
     assert caught.value.reason == "judge_unavailable" and "part 'b'" in caught.value.detail
 
 
+@pytest.mark.parametrize(("weight", "values"), [(1.0, (1e308, 1e308)), (10.0, (1e308, -1e308))])
+def test_a_weighted_sum_beyond_a_float_has_a_reason(weight: float, values: tuple[float, float]) -> None:
+    with pytest.raises(RewardError, match="reward_not_finite"):
+        combined([("a", weight), ("b", weight)], [RewardResult(v) for v in values], 0.0)
+
+
 JUDGE = {"base_url": "http://h/v1", "model": "m"}
 
 

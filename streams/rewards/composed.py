@@ -48,7 +48,10 @@ def combined(
         components[name] = value
         components.update({f"{name}.{inner}": v for inner, v in result.components.items()})
         total.append(weight * value)
-    reward = math.fsum(total)
+    try:
+        reward = math.fsum(total)
+    except (OverflowError, ValueError):  # beyond a float on the way, or inf - inf
+        reward = math.nan
     if not math.isfinite(reward):
         raise RewardError("reward_not_finite", f"the weighted sum is {reward}")
     return RewardResult(reward, components)
