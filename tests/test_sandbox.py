@@ -72,6 +72,8 @@ def test_the_program_decides_each_call_as_told(arch: str) -> None:
     for number in seccomp._SIGNALS[arch]:
         assert verdict(code, audit, number, PID) == ALLOW
         assert verdict(code, audit, number, PID + 1) == EPERM
+    limits = seccomp._PRLIMIT[arch]
+    assert [verdict(code, audit, limits, pid) for pid in (0, PID, PID + 1, 1)] == [ALLOW, ALLOW, EPERM, EPERM]
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "aarch64"])

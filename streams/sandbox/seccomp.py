@@ -47,6 +47,8 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _FORKS = {"x86_64": (57, 58), "aarch64": ()}
 _SIGNALS = {"x86_64": (62, 234, 129, 297), "aarch64": (129, 131, 138, 240)}
 """kill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo: the first argument is the process."""
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+"""The same, and 0 is the caller. A low limit of CPU time or memory ends a process as well as a signal does."""
 
 
 def build(arch: str, pid: int, *, network: bool, processes: bool, modes: bool) -> bytes:
@@ -67,6 +69,8 @@ def build(arch: str, pid: int, *, network: bool, processes: bool, modes: bool) -
         for number in _SIGNALS[arch]:
             code += [_op(_JEQ, number, 0, 4), _op(_LD, _ARG0), _op(_JEQ, pid, 1, 0)]
             code += [_op(_RET, _ERRNO | errno.EPERM), _op(_RET, _ALLOW)]
+        code += [_op(_JEQ, _PRLIMIT[arch], 0, 5), _op(_LD, _ARG0), _op(_JEQ, pid, 2, 0), _op(_JEQ, 0, 1, 0)]
+        code += [_op(_RET, _ERRNO | errno.EPERM), _op(_RET, _ALLOW)]
     for number in refused:
         code += _refuse(number, errno.EPERM)
     return b"".join([*code, _op(_RET, _ALLOW)])
