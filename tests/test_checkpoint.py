@@ -57,6 +57,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [i.version for i in checkpoints.infos()] == [1_000_000, 40]
 
 
+def test_fewer_than_may_be_kept_are_all_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=6)
+    for version in range(8):
+        checkpoints.save(info(version), {"x": torch.ones(1)})
+        assert [i.version for i in checkpoints.infos()] == list(range(version, max(-1, version - 6), -1))
+
+
 def test_a_checkpoint_can_be_written_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(info(1, 1), TENSORS)

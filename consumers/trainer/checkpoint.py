@@ -73,7 +73,7 @@ class Checkpoints:
         _flush(self.root)
         shutil.rmtree(old, ignore_errors=True)
         others = [version for version in self._versions() if version != info.version]
-        for version in others[: len(others) + 1 - self._keep]:
+        for version in others[: max(0, len(others) + 1 - self._keep)]:
             shutil.rmtree(self._folder(version))
         return final
 
