@@ -67,6 +67,12 @@ def forges(r):
         except OSError: pass
     time.sleep(1)
     return 1.0
+def babbles(r):
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"): os.write(fd, b"[1]\\n")
+        except OSError: pass
+    return 1.0
 def closes(r):
     os.closerange(3, 100)
     return 1.0
@@ -94,6 +100,7 @@ REASONS = {
     "leaves_async": "reward_raised",
     "dies": "reward_crashed",
     "closes": "reward_crashed",
+    "babbles": "reward_crashed",
 }
 
 
@@ -215,6 +222,7 @@ def test_the_probe_tells_what_is_missing_in_words() -> None:
         ({"value": "1"}, "reward_not_number"),
         ({"value": 1.0, "components": {"a": float("inf")}}, "reward_not_finite"),
         ({"value": 1.0, "components": 3}, "reward_crashed"),
+        ({"value": 10**400}, "reward_crashed"),
         ({}, "reward_crashed"),
     ],
 )

@@ -203,7 +203,7 @@ class _Host:
         if "error" in answer:
             if answer["error"] == "reward_memory":
                 self.kill("host_lost")
-            raise RewardError(str(answer["error"]), str(answer["detail"]))
+            raise RewardError(str(answer["error"])[:MAX_REASON], str(answer.get("detail")))
         return checked_reply(answer)
 
     def kill(self, reason: str = "host_lost") -> None:
@@ -230,7 +230,8 @@ class _Host:
             await self._reader
 
     async def _read(self) -> None:
-        with contextlib.suppress(ValueError, KeyError, OSError):  # a broken line is a broken host
+        # A broken line is a broken host.
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError, RecursionError):
             while line := await self._out.readline():
                 answer = json.loads(line)
                 if (answers := self.pending.get(answer["id"])) is not None:
@@ -245,7 +246,7 @@ def checked_reply(answer: Mapping[str, Any]) -> RewardResult:
         if failed is not None:
             return RewardResult.failure(str(failed)[:MAX_REASON])
         return result_of(RewardResult(answer["value"], dict(answer["components"]), turns))
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise RewardError("reward_crashed", f"a broken reply of the host: {e!r}") from e
 
 
