@@ -84,6 +84,12 @@ def broker(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"{request.param}_broker")
 
 
+@pytest.fixture(scope="session")
+def best_broker(request: pytest.FixtureRequest) -> Any:
+    """Apache Kafka where there is one, else the embedded broker: for what takes long and does not depend on the kind."""
+    return request.getfixturevalue("kafka_broker" if os.environ.get("KAFKA_HOME") else "embedded_broker")
+
+
 @pytest.fixture
 def namespace() -> str:
     """A topic prefix that no other test uses."""

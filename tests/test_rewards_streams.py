@@ -20,6 +20,12 @@ from headrace.schemas.trajectory import TRAJECTORY, Trajectory
 from headrace.streams.kafka import closing, make_producer
 
 
+@pytest.fixture(scope="session")
+def broker(best_broker: Any) -> Any:
+    """One kind is enough here."""
+    return best_broker
+
+
 def through(config: Config, folder: Path, rollouts: list[Trajectory]) -> tuple[list[Score], list[Sample]]:
     """The scores and samples of `rollouts`, which are appended to one partition in this order."""
     topics = Topics(config.run.namespace)

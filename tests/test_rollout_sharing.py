@@ -23,6 +23,13 @@ from headrace.producers.rollout.worker import RolloutWorker
 from headrace.schemas.task import Task
 from headrace.schemas.worker import WORKER, WorkerStatus
 
+
+@pytest.fixture(scope="session")
+def broker(best_broker: Any) -> Any:
+    """One kind is enough here."""
+    return best_broker
+
+
 FULL = (MAX_LAG + 1) * BATCH
 
 

@@ -23,6 +23,13 @@ from headrace.schemas.sample import SAMPLE
 from headrace.schemas.weight_hash import set_hash
 from headrace.streams.blobs import BlobStore
 
+
+@pytest.fixture(scope="session")
+def broker(best_broker: Any) -> Any:
+    """One kind is enough here."""
+    return best_broker
+
+
 SCRIPT = Path(__file__).parent / "trainer_kills.py"
 
 

@@ -22,6 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trainer_world import POLICY, World, make_sample, terminate
 
 
+@pytest.fixture(scope="session")
+def broker(best_broker: Any) -> Any:
+    """One kind is enough here."""
+    return best_broker
+
+
 @pytest.fixture
 def world(broker: Any, namespace: str, tmp_path: Path) -> World:
     return World(broker.config, namespace, tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from streams_records import a_score
 from trainer_world import World, make_sample, make_trajectory
 
@@ -15,6 +16,12 @@ from headrace.producers.rollout.admission import Ledger
 from headrace.schemas.config import StalenessConfig
 from headrace.schemas.score import Ref
 from headrace.streams.gate import is_too_stale
+
+
+@pytest.fixture(scope="session")
+def broker(best_broker: Any) -> Any:
+    """One kind is enough here."""
+    return best_broker
 
 
 def test_the_gate_lets_pass_the_current_version_alone() -> None:
