@@ -86,7 +86,9 @@ class Verify:
     @property
     def slow_seconds(self) -> float:
         """How long a record may take at this moment: a call, and again alone in a process that first must start."""
-        return 2 * self._timeout_s + HOST_START_S if self.running else 0.0
+        if not self.running:
+            return 0.0
+        return 2 * max(self._timeout_s, self._runner.longest_s) + HOST_START_S
 
     async def run(self, stream: Any) -> None:
         """The agent: every event of `stream`."""

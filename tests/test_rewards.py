@@ -291,3 +291,24 @@ def test_a_trajectory_without_readable_messages_is_void(messages: str | None) ->
     with pytest.raises(RewardError) as caught:
         view_of(a_trajectory("r", messages=messages), {})
     assert caught.value.reason == "no_messages"
+
+
+@pytest.mark.parametrize(("given", "longest"), [(600, 600.0), ("90", 90.0), ("x", 0.0)])
+def test_a_reward_with_a_limit_of_its_own_says_for_how_long_it_may_take(
+    given: object, longest: float
+) -> None:
+    async def scenario() -> None:
+        runner = RewardRunner(concurrency=2, timeout_s=0.1)
+        during = []
+
+        async def call(rollout: RolloutView) -> float:
+            during.append(runner.longest_s)
+            return 1.0
+
+        reward = LoadedReward("own", call, inline=False, is_async=True, unlimited=True)
+        view = RolloutView(task_id="t", rollout_id="r", messages=(), args={"timeout_seconds": given})
+        assert (await runner.run(reward, view)).value == 1.0
+        assert (during, runner.longest_s) == ([longest], 0.0)
+        runner.close()
+
+    asyncio.run(scenario())

@@ -36,6 +36,13 @@ class RewardRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.running = 0
         """Calls of a user's own functions in progress."""
+        self._own_limits: list[float] = []
+        """Of the calls in progress that keep their own."""
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time limit of a call in progress that keeps its own, else 0."""
+        return max(list(self._own_limits), default=0.0)
 
     def run_inline(self, reward: LoadedReward, view: RolloutView) -> RewardResult:
         """Call a cheap built-in reward. Raises RewardError."""
@@ -45,6 +52,8 @@ class RewardRunner:
         """Call a user's own reward. Raises RewardError: reward_raised, reward_timeout, reward_not_..."""
         async with self._room:
             self.running += 1
+            own = _own_limit(view) if reward.unlimited else 0.0
+            self._own_limits.append(own)
             started = time.perf_counter()
             try:
                 call = self._call_async if reward.is_async else self._call_in_thread
@@ -55,6 +64,7 @@ class RewardRunner:
                 raise RewardError(reward.late, f"{reward.name} took over {self._timeout_s} s") from None
             finally:
                 self.running -= 1
+                self._own_limits.remove(own)
                 metrics.reward_seconds.observe(time.perf_counter() - started)
 
     def close(self) -> None:
@@ -70,6 +80,14 @@ class RewardRunner:
         if self._loop is None:
             self._loop = _start_loop()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await(reward, view), self._loop))
+
+
+def _own_limit(view: RolloutView) -> float:
+    """The argument that limits a reward which keeps its own limit; one that is wrong is refused at once."""
+    try:
+        return float(view.args.get("timeout_seconds", 0.0))
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def _call(reward: LoadedReward, view: RolloutView) -> Any:
