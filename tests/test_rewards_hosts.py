@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,14 @@ def test_a_worker_killed_with_no_warning_leaves_no_process_and_its_folders_are_s
     assert not alive
     Scratch(places).close()
     assert not list(places.iterdir())
+
+
+def test_a_root_that_was_tidied_away_is_made_anew(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    shutil.rmtree(Path(scratch.folder()).parent)
+    assert Path(scratch.folder()).is_dir()
+    scratch.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_granted_is_not_refused(hostile: str) -> None:

@@ -28,12 +28,16 @@ class Scratch:
 
     def folder(self) -> str:
         """A new folder, empty, for this user alone."""
-        if self._root is None:
-            root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))
-            self._lock = _open(root)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._root = root
-        return tempfile.mkdtemp(dir=self._root)
+        if self._root is not None:
+            # What tidies up /tmp by age takes the root of a worker that has run for long.
+            with contextlib.suppress(FileNotFoundError):
+                return tempfile.mkdtemp(dir=self._root)
+            self.close()
+        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))
+        self._lock = _open(root)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._root = root
+        return tempfile.mkdtemp(dir=root)
 
     def remove(self, folder: str) -> None:
         """Remove one folder that `folder` made."""
