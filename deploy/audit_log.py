@@ -144,7 +144,7 @@ class _Books:
             for spec in (TRAJECTORIES, SCORES):
                 tps = partitions_of(consumer, self._topics.name(spec))
                 found[spec.topic] = {tp.partition: consumer.committed(tp) or 0 for tp in tps}
-        if self._config.feedback.enabled:
+        if self._config.feedback.on:
             # A score waits in the join's table after its trajectory was committed: it is not lost before its window ends.
             found[TRAJECTORIES.topic] = {}
         return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kafka import TopicPartition
 
+from headrace.deploy import audit_log
 from headrace.deploy.audit import Audit, AuditResult
+from headrace.schemas.config import load_config
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
 
 Change = dict[str, Any]
@@ -211,3 +215,17 @@ def test_what_retention_removed_is_no_loss_but_is_told() -> None:
     found = books(trajectories=("a", "b", "c", "d", "e"), expired={"scores": 3})
     assert found.adds_up and found.lost == 0 and found.reasons["expired"] == 1
     assert found.notes == ("retention has removed 3 records of scores",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [({}, {0: 5}), ({"feedback.enabled": True}, {}), ({"feedback.signals": ["accepted"]}, {})],
+)
+def test_what_waits_for_outcomes_is_not_lost_however_feedback_was_switched_on(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], known: dict[int, int]
+) -> None:
+    consumer = SimpleNamespace(committed=lambda tp: 5, close=lambda: None)
+    monkeypatch.setattr(audit_log, "make_consumer", lambda *args, **kwargs: consumer)
+    monkeypatch.setattr(audit_log, "partitions_of", lambda consumer, topic: [TopicPartition(topic, 0)])
+    books: Any = audit_log._Books(load_config(overrides=settings), consumer, print)  # type: ignore[arg-type]
+    assert books._committed() == {"trajectories": known, "scores": {0: 5}}
