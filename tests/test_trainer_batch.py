@@ -16,7 +16,7 @@ from kafka import TopicPartition
 from headrace.consumers.trainer.batch import Row, collate, make_row, micro_batches, plan
 from headrace.consumers.trainer.builder import Batch, BatchBuilder
 from headrace.consumers.trainer.refs import KeptRecords, RefReader
-from headrace.consumers.trainer.source import REMEMBER_RECORDS, remembered_records
+from headrace.consumers.trainer.source import REMEMBER_RECORDS, open_source, remembered_records
 from headrace.schemas.config import KafkaConfig
 from headrace.schemas.errors import BrokerError
 from headrace.schemas.score import Ref
@@ -253,3 +253,48 @@ def test_kept_records_are_bounded() -> None:
 def test_repeats_are_remembered_as_far_back_as_one_could_still_be_trained() -> None:
     assert remembered_records(batch_size=128, max_lag=4) == REMEMBER_RECORDS
     assert remembered_records(batch_size=4096, max_lag=4) == 2 * 6 * 4096
+
+
+class FinishedLog:
+    """A consumer of partitions whose every record was finished with."""
+
+    def __init__(self, partitions: int, records: int) -> None:
+        self._partitions, self._records = partitions, records
+        self._assigned: list[TopicPartition] = []
+        self._positions: dict[TopicPartition, int] = {}
+
+    def partitions_for_topic(self, topic: str) -> set[int]:
+        return set(range(self._partitions))
+
+    def assign(self, tps: list[TopicPartition]) -> None:
+        self._assigned = tps
+
+    def beginning_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
+    def committed(self, tp: TopicPartition) -> int:
+        return self._records
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        self._positions[tp] = offset
+
+    def position(self, tp: TopicPartition) -> int:
+        return self._positions[tp]
+
+    def poll(self, timeout_ms: int) -> dict[TopicPartition, list[Any]]:
+        (tp,) = self._assigned
+        at, self._positions[tp] = self._positions[tp], self._records
+        name = "{}-{}".format
+        return {
+            tp: [
+                SimpleNamespace(offset=n, headers=[("trajectory", name(tp.partition, n).encode())])
+                for n in range(at, self._records)
+            ]
+        }
+
+
+def test_at_a_start_no_partition_pushes_out_what_another_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.consumers.trainer.source.REMEMBERED", 100)
+    consumer: Any = FinishedLog(partitions=3, records=100)
+    source = open_source(consumer, "samples", batch_size=1, max_lag=0, finished={})
+    assert len(source._builder._seen) == 300

@@ -17,7 +17,7 @@ from ...schemas.score import Ref
 from ...streams.staleness import Lag, is_stale, lag_of
 
 REMEMBERED = 200_000
-"""Trajectory ids kept to tell repeats."""
+"""Trajectory ids kept to tell repeats, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,11 @@ class _Waiting:
 class BatchBuilder:
     """Pure: records are offered, batches are taken."""
 
-    def __init__(self, batch_size: int, max_lag: int, positions: Mapping[int, int]) -> None:
-        """`positions`: partition -> offset where reading starts."""
+    def __init__(
+        self, batch_size: int, max_lag: int, positions: Mapping[int, int], *, remembered: int = REMEMBERED
+    ) -> None:
+        """`positions`: partition -> offset where reading starts. `remembered`: how many finished ids are kept."""
+        self._remembered = remembered
         self._batch_size, self._max_lag = batch_size, max_lag
         self._next = dict(positions)
         self._finished = dict(positions)
@@ -73,7 +76,7 @@ class BatchBuilder:
         """This trajectory was finished with before: another record of it is a repeat."""
         self._seen[trajectory_id] = None
         self._seen.move_to_end(trajectory_id)
-        while len(self._seen) > REMEMBERED:
+        while len(self._seen) > self._remembered:
             self._seen.popitem(last=False)
 
     def offer(self, partition: int, offset: int, sample: Sample) -> None:

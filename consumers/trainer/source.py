@@ -19,7 +19,7 @@ from ...schemas.errors import BrokerError, InvalidMessageError
 from ...schemas.sample import SAMPLE, TRAJECTORY_HEADER
 from ...streams import metrics
 from ...streams.kafka import partitions_of, poll_records
-from .builder import Batch, BatchBuilder
+from .builder import REMEMBERED, Batch, BatchBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,12 @@ def open_source(
             )
             position = first[tp]
         positions[tp.partition] = position
-    builder = BatchBuilder(batch_size, max_lag, positions)
-    _remember(consumer, builder, partitions, first, positions, remembered_records(batch_size, max_lag))
+    count = remembered_records(batch_size, max_lag)
+    # One partition is read after the other: none may push out what another one told.
+    builder = BatchBuilder(
+        batch_size, max_lag, positions, remembered=max(REMEMBERED, count * len(partitions))
+    )
+    _remember(consumer, builder, partitions, first, positions, count)
     for tp in partitions:
         consumer.seek(tp, positions[tp.partition])
     return SampleSource(consumer, builder, partitions)
