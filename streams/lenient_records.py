@@ -29,11 +29,19 @@ class _Batch:
 
     def __init__(self, fast: Any, data: memoryview) -> None:
         self._fast, self._data = fast, data
+        self._records = self._read()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fast, name)
 
     def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The fetcher takes the one record of a transaction's marker by `next(batch)`."""
+        return next(self._records)
+
+    def _read(self) -> Iterator[Any]:
         read = 0
         try:
             for record in self._fast:
