@@ -29,8 +29,10 @@ from ..schemas.deadletter import (
 )
 from ..schemas.errors import BrokerError
 from ..schemas.topics import DEADLETTERS, Topics
+from .bounded import bounded
 from .kafka import closing, make_consumer, make_producer
 
+TRANSACTION_SECONDS = 30.0
 READ_SECONDS = 60.0
 COMMIT_SECONDS = 5.0
 
@@ -182,13 +184,17 @@ class LetterBox:
         self, producer: KafkaProducer, item: Letter, how: str, again: tuple[Any, Any, Any] | None = None
     ) -> None:
         marker = [(SETTLED, how.encode()), (SETTLES, str(item.number).encode())]
-        try:
+
+        def transaction() -> None:
             producer.begin_transaction()
             if again is not None:
                 key, value, headers = again
                 producer.send(item.letter.topic, value, key=key, headers=headers)
             producer.send(self._topic, None, key=b"settled", headers=marker, partition=0)
             producer.commit_transaction()
+
+        try:
+            bounded(transaction, limit_s=TRANSACTION_SECONDS, what="the transaction")
         except KafkaError as e:
             raise BrokerError(f"dead letter {item.number} could not be {how}: {e}") from e
 
@@ -197,7 +203,11 @@ class LetterBox:
         name = Topics(self._config.run.namespace).group("deadletters")
         producer = make_producer(self._config.kafka, client_id=name, transactional_id=name, linger_ms=0)
         with closing(producer):
-            producer.init_transactions()
+            what = "the start of transactions"
+            try:
+                bounded(producer.init_transactions, limit_s=TRANSACTION_SECONDS, what=what)
+            except KafkaError as e:
+                raise BrokerError(f"dead letters cannot be settled: {e}") from e
             yield producer
 
     def _settled_end(self, tp: TopicPartition) -> int:

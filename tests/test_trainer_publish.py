@@ -29,7 +29,9 @@ class Producer:
 
 def start(monkeypatch: pytest.MonkeyPatch, producer: Producer, clock: Any) -> Any:
     monkeypatch.setattr(publish, "make_producer", lambda *_, **__: producer)
-    return publish.make_transactional(KafkaConfig(), Topics("t"), "policy", patience_s=100, clock=clock)
+    return publish.make_transactional(
+        KafkaConfig(), Topics("t"), "policy", patience_s=100, clock=clock, pause=lambda _: None
+    )
 
 
 def test_it_is_tried_again_while_brokers_are_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
     <root>/v000020/state.safetensors    fp32 master, Adam moments and step counts, torch's generator
     <root>/v000020/meta.json            version, weights hash, offsets, hash of the settings
-    <root>/v000020.other                of another log: never used, never removed
+    <root>/v000020.other                of another log: never used
 
 Written to a temporary folder, flushed to disk, then renamed. Nothing in them is code.
 """

@@ -195,6 +195,7 @@ def make_transactional(
     *,
     patience_s: float = PATIENCE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
 ) -> KafkaProducer:
     """The policy's producer; from here on every earlier trainer of this policy is fenced, its open transaction aborted.
 
@@ -208,6 +209,7 @@ def make_transactional(
             if clock() > deadline:
                 raise BrokerError(f"the trainer's transactions cannot start: {e}") from e
             logger.warning("the trainer's transactions cannot start yet: %s", e)
+            pause(RETRY_SECONDS[1])
         except KafkaError as e:
             raise BrokerError(f"the trainer's transactions cannot start: {e}") from e
 
