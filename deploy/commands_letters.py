@@ -76,7 +76,7 @@ def ls(
     if as_json:
         print_json({"deadletters": [_plain(i) for i in shown]})
         return
-    _print_letters(shown, everything)
+    print_letters(shown, everything)
     if len(found) > len(shown):
         typer.echo(f"{len(found) - len(shown)} older ones are not shown: --limit {len(found)}")
 
@@ -244,21 +244,22 @@ def _plain(item: Letter) -> dict[str, Any]:
     }
 
 
-def _print_letters(letters: list[Letter], everything: bool) -> None:
+def print_letters(letters: list[Letter], everything: bool) -> None:
+    """A line for each, or more where the terminal is narrow; `everything`: what became of them too."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    columns = ["number", "at", "stage", "topic", "part.", "offset", "reason", "requeued", "detail"]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns + (["settled"] if everything else []):
-        table.add_column(
-            column, overflow="ellipsis" if column == "detail" else "fold", no_wrap=column == "detail"
-        )
+    for column in ["number", "at", "stage", "record"] + (["settled"] if everything else []):
+        table.add_column(column, no_wrap=True)
+    table.add_column("why", overflow="fold")  # the one that gives way in a narrow terminal
     for i in letters:
         at = datetime.fromtimestamp(max(0, i.letter.at_ms) / 1000).strftime("%m-%d %H:%M:%S")
-        where = (i.letter.topic, str(i.letter.partition), str(i.letter.offset))
-        detail = i.letter.detail + (" (cut)" if i.truncated else "")
-        cells = [str(i.number), at, i.letter.stage, *where, i.letter.reason, str(i.requeues), detail]
-        table.add_row(*map(Text, cells + ([i.settled or ""] if everything else [])))
+        record = f"{i.letter.topic}/{i.letter.partition}/{i.letter.offset}"
+        why = f"{i.letter.reason}: {i.letter.detail}" + (" (cut)" if i.truncated else "")
+        if i.requeues:
+            why += f" (requeued {i.requeues} times)" if i.requeues > 1 else " (requeued once)"
+        cells = [str(i.number), at, i.letter.stage, record, *([i.settled or ""] if everything else []), why]
+        table.add_row(*map(Text, cells))
     Console().print(table if letters else "none")

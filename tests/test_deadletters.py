@@ -10,7 +10,7 @@ from streams_records import take
 from typer.testing import CliRunner
 
 from headrace.deploy.cli import app
-from headrace.deploy.commands_letters import hex_lines, moment_ms
+from headrace.deploy.commands_letters import hex_lines, moment_ms, print_letters
 from headrace.schemas.codec import header
 from headrace.schemas.config import Config
 from headrace.schemas.deadletter import (
@@ -25,7 +25,7 @@ from headrace.schemas.deadletter import (
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.topics import DEADLETTERS, SCORES, TRAJECTORIES, Topics
 from headrace.streams.kafka import closing, create_topics, make_producer
-from headrace.streams.letterbox import Wanted, open_letterbox
+from headrace.streams.letterbox import Letter, Wanted, open_letterbox
 
 ODD = [("x", b"\xff\xfe"), ("y", b"")]
 
@@ -149,3 +149,20 @@ def test_the_commands_list_show_drop_and_refuse(config: Config) -> None:
     assert json.loads(run("ls", "--json").stdout) == {"deadletters": []}
     assert json.loads(run("ls", "--json", "--all").stdout)["deadletters"][0]["settled"] == "dropped"
     assert run("drop", str(number)).exit_code == 1
+
+
+@pytest.mark.parametrize("width", [80, 110, 200])
+def test_the_list_is_legible_in_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    letter = a_letter(
+        "my-run.trajectories", offset=1234, detail="ArrowInvalid: Expected to read 16 " + "x" * 90
+    )
+    item = Letter(number=12, letter=letter, requeues=2, truncated=True, size=5, settled="requeued")
+    print_letters([item], True)
+    lines = capsys.readouterr().out.splitlines()
+    for whole in ("12", "01-01", "verify", "my-run.trajectories/0/1234", "requeued", "not_arrow"):
+        assert whole in lines[1]
+    assert all(len(line) <= width for line in lines) and len(lines) <= 20
+    assert "(cut)(requeued2times)" in "".join("".join(lines).split())
