@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME = 2**31 - 1
 """The embedded broker ignores fetch limits and may answer a whole backlog at once."""
 MAX_REQUEST = 8 * 1024 * 1024
+LEADERS_SECONDS = 30.0
+"""How long the leader of a partition may stay unknown."""
 
 
 def client_settings(config: KafkaConfig) -> dict[str, Any]:
@@ -82,6 +84,29 @@ def make_producer(config: KafkaConfig, *, client_id: str, **settings: Any) -> Ka
     )
 
 
+class Consumer(KafkaConsumer):
+    """kafka-python's; it breaks with KeyError where it knows the leaders of some of the partitions only."""
+
+    def beginning_offsets(self, partitions: Any, timeout_ms: int | None = None) -> Any:
+        """The first offset of each partition."""
+        return _of_all(super().beginning_offsets, partitions, timeout_ms)
+
+    def end_offsets(self, partitions: Any, timeout_ms: int | None = None) -> Any:
+        """The offset after the last record of each partition."""
+        return _of_all(super().end_offsets, partitions, timeout_ms)
+
+
+def _of_all(ask: Callable[..., Any], partitions: Any, timeout_ms: int | None) -> Any:
+    deadline = time.monotonic() + (LEADERS_SECONDS if timeout_ms is None else timeout_ms / 1000)
+    while True:
+        try:
+            return ask(partitions, timeout_ms)
+        except KeyError as e:
+            if time.monotonic() > deadline:
+                raise KafkaTimeoutError(f"no leader is known for {e}") from e
+            time.sleep(0.05)
+
+
 def make_consumer(
     config: KafkaConfig, *, client_id: str, group_id: str | None = None, **settings: Any
 ) -> KafkaConsumer:
@@ -92,7 +117,7 @@ def make_consumer(
     """
     lenient_names.install()
     return _connect(
-        KafkaConsumer,
+        Consumer,
         config,
         **{
             "client_id": client_id,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kafka import TopicPartition
-from kafka.errors import KafkaConnectionError, KafkaError, TopicAuthorizationFailedError
+from kafka import KafkaConsumer, TopicPartition
+from kafka.errors import KafkaConnectionError, KafkaError, KafkaTimeoutError, TopicAuthorizationFailedError
 
 from headrace.schemas.errors import BrokerError
-from headrace.streams.kafka import partitions_of
+from headrace.streams.kafka import Consumer, partitions_of
 
 
 class Answers:
@@ -45,3 +45,23 @@ def test_no_node_for_too_long_and_a_topic_that_is_missing_are_told_apart() -> No
         partitions_of(Answers(KafkaConnectionError("refused")), "a", timeout_s=0.0)
     with pytest.raises(BrokerError, match="topic a does not exist"):
         partitions_of(Answers(None), "a", timeout_s=0.0)
+
+
+@pytest.mark.parametrize("name", ["beginning_offsets", "end_offsets"])
+def test_offsets_are_asked_for_again_while_a_leader_is_unknown(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, late = TopicPartition("a", 0), TopicPartition("b", 0)
+    known = [here]
+
+    def ask(self: Any, partitions: list[TopicPartition], timeout_ms: int | None = None) -> Any:
+        found = {tp: 7 for tp in known}
+        known[1:] = [late] if timeout_ms is None else []
+        return {tp: found[tp] for tp in partitions}
+
+    monkeypatch.setattr(KafkaConsumer, name, ask)
+    consumer = object.__new__(Consumer)
+    assert getattr(consumer, name)([here, late]) == {here: 7, late: 7}
+    known.remove(late)
+    with pytest.raises(KafkaTimeoutError, match="no leader"):
+        getattr(consumer, name)([here, late], timeout_ms=20)
