@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME = 2**31 - 1
 """The embedded broker ignores fetch limits and may answer a whole backlog at once."""
 MAX_REQUEST = 8 * 1024 * 1024
+NODE_SECONDS = 5.0
+"""How long other nodes are asked about a topic after one was away."""
 LEADERS_SECONDS = 30.0
 """How long the leader of a partition may stay unknown."""
 
@@ -85,7 +87,19 @@ def make_producer(config: KafkaConfig, *, client_id: str, **settings: Any) -> Ka
 
 
 class Consumer(KafkaConsumer):
-    """kafka-python's; it breaks with KeyError where it knows the leaders of some of the partitions only."""
+    """kafka-python's; it breaks with KeyError where it knows the leaders of some of the partitions only, and asks one
+    node about a topic, which may be the one that is away."""
+
+    def partitions_for_topic(self, topic: str) -> Any:
+        """The numbers of its partitions; None without them."""
+        deadline = time.monotonic() + NODE_SECONDS
+        while True:
+            try:
+                return super().partitions_for_topic(topic)
+            except KafkaError as e:
+                if not e.retriable or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def beginning_offsets(self, partitions: Any, timeout_ms: int | None = None) -> Any:
         """The first offset of each partition."""

@@ -65,3 +65,11 @@ def test_offsets_are_asked_for_again_while_a_leader_is_unknown(
     known.remove(late)
     with pytest.raises(KafkaTimeoutError, match="no leader"):
         getattr(consumer, name)([here, late], timeout_ms=20)
+
+
+def test_a_topic_is_asked_about_again_where_a_node_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(KafkaConnectionError("111 ECONNREFUSED"), {0, 1})
+    monkeypatch.setattr(
+        KafkaConsumer, "partitions_for_topic", lambda self, topic: answers.partitions_for_topic(topic)
+    )
+    assert object.__new__(Consumer).partitions_for_topic("a") == {0, 1}
