@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kafka.errors import KafkaError
 
 from ..schemas.config import Config
+from ..schemas.deadletter import OpenLetters
 from ..schemas.engine import ENGINE
 from ..schemas.errors import InvalidMessageError
 from ..schemas.sample import FATE_HEADER, SAMPLE, Fate
@@ -39,13 +40,14 @@ class Follower:
         samples = partitions_of(self._consumer, topics.name(SAMPLES, policy))
         self._trajectories = partitions_of(self._consumer, topics.name(TRAJECTORIES))
         self._letters = partitions_of(self._consumer, topics.name(DEADLETTERS))
-        self._followed = [*self._weights, *engines, *samples]
+        self._followed = [*self._weights, *engines, *samples, *self._letters]
         self._samples = samples[0].topic
         self._consumer.assign(self._followed)
         # A run that goes on after a restart keeps its curve; its earlier engines and fates are of no interest.
-        self._consumer.seek_to_beginning(*self._weights)
+        self._consumer.seek_to_beginning(*self._weights, *self._letters)
         self._consumer.seek_to_end(*engines, *samples)
         self._counted = 0.0
+        self._open_letters = OpenLetters()
 
     def poll(self, timeout_s: float) -> bool:
         """Take in what there is, sleeping `timeout_s` where that is nothing; True if the learning curve grew."""
@@ -74,6 +76,10 @@ class Follower:
 
     def _take(self, record: object) -> None:
         value, headers = record.value, record.headers  # type: ignore[attr-defined]
+        if record.topic == self._letters[0].topic:  # type: ignore[attr-defined]
+            self._open_letters.take(record.offset, headers)  # type: ignore[attr-defined]
+            self.history.dead_letters = len(self._open_letters)
+            return
         if value is None:
             return
         try:
@@ -92,11 +98,9 @@ class Follower:
 
     def _count(self) -> None:
         self._counted = self._clock()
-        counted = [*self._trajectories, *self._letters]
         try:
-            ends = self._consumer.end_offsets(counted, timeout_ms=int(COUNT_SECONDS * 1000))
+            ends = self._consumer.end_offsets(self._trajectories, timeout_ms=int(COUNT_SECONDS * 1000))
         except KafkaError as e:  # a broker that is away is being started again: whoever polls must not wait
             logger.warning("the broker does not answer: %s", e)
             return
         self.history.trajectories = sum(ends[p] for p in self._trajectories)
-        self.history.dead_letters = sum(ends[p] for p in self._letters)

@@ -103,7 +103,8 @@ def require_reachable(config: Config) -> None:
             return
     raise BrokerUnreachableError(
         f"no Kafka broker answers at {config.kafka.bootstrap}: is the run, or the broker, still going? "
-        "Look at another run with --run-dir, or at another broker with --set kafka.bootstrap=host:port"
+        "Look at another run with --run-dir, or at another broker with --set kafka.bootstrap=host:port. The log of a "
+        "run that has ended is read with its broker: headrace broker run --data-dir RUN/broker/KIND --port PORT"
         if config.kafka.bootstrap
         else "kafka.bootstrap is not set: give host:port with --set kafka.bootstrap=..."
     )

@@ -41,6 +41,24 @@ class DeadLetter:
     """Unix milliseconds."""
 
 
+class OpenLetters:
+    """Which records of the topic's one partition are letters that nobody has settled."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, offset: int, headers: Sequence[tuple[str, bytes]]) -> None:
+        """The next record, in order: a letter, or a marker that settles one."""
+        marks = header(headers, SETTLES)
+        if marks is not None and marks.isdecimal():
+            self._open.discard(int(marks))
+        else:
+            self._open.add(offset)
+
+
 def dead_letter_headers(original: Sequence[tuple[str, bytes]], letter: DeadLetter) -> Headers:
     """The original headers without earlier dead-letter ones but their counter, then this letter's."""
     fields = {

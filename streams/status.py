@@ -14,9 +14,10 @@ from kafka import KafkaConsumer, TopicPartition
 
 from ..schemas.codec import VERSION_MAX_HEADER, header
 from ..schemas.config import Config
+from ..schemas.deadletter import OpenLetters
 from ..schemas.engine import ENGINE, EngineStatus
 from ..schemas.errors import InvalidMessageError
-from ..schemas.topics import ENGINES, SAMPLES, SCORES, TRAJECTORIES, WEIGHTS, Topics, TopicSpec
+from ..schemas.topics import DEADLETTERS, ENGINES, SAMPLES, SCORES, TRAJECTORIES, WEIGHTS, Topics
 from ..schemas.weights import WEIGHTS as WEIGHT_RECORD
 from ..schemas.weights import WeightRecord
 from .kafka import closing, make_consumer
@@ -24,6 +25,8 @@ from .kafka import closing, make_consumer
 STREAMS_GROUP = "streams"
 TRAINER_GROUP = "trainer"
 READ_SECONDS = 3.0
+LETTERS_READ = 2000
+"""Offsets of the deadletters topic that are looked at one by one."""
 """Limit of one look at the ends of a topic."""
 ENGINE_RECORDS = 2000
 """How far back the statuses of engines are looked for."""
@@ -96,7 +99,7 @@ def snapshot(config: Config, *, now_ms: int | None = None) -> Status:
     with closing(make_consumer(config.kafka, client_id="headrace-status")) as consumer:
         weights = _last_weights(consumer, topics.name(WEIGHTS, policy))
         engines = _engines(consumer, topics.name(ENGINES), policy)
-        dead = sum(_ends(consumer, _existing(consumer, topics, "deadletters")).values())
+        dead = _open_letters(consumer, topics.name(DEADLETTERS))
     version = weights.version if weights is not None else None
     stages = (
         _stage(config, "verify", topics.name(TRAJECTORIES), streams, now),
@@ -224,9 +227,95 @@ def _engine_stage(
 def _tail(consumer: KafkaConsumer, topic: str, *, count: int) -> list[Any]:
     """The last `count` offsets' records of a topic with one partition."""
     tps = _partitions(consumer, topic)
+    return _last_of(consumer, tps[0], count) if tps else []
+
+
+def _open_letters(consumer: KafkaConsumer, topic: str) -> int:
+    """Letters that nobody has settled; those before the newest records are taken for open ones."""
+    tps = _partitions(consumer, topic)
     if not tps:
-        return []
-    tp, end = tps[0], _ends(consumer, tps)[tps[0]]
+        return 0
+    begin, end = consumer.beginning_offsets(tps)[tps[0]], _ends(consumer, tps)[tps[0]]
+    found = OpenLetters()
+    for record in _last_of(consumer, tps[0], LETTERS_READ):
+        found.take(record.offset, record.headers)
+    return max(0, end - begin - LETTERS_READ) + len(found)
+
+
+def _last_of(
+    consumer: KafkaConsumer, starts: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]
+) -> dict[TopicPartition, list[Any]]:
+    """Some records of each partition from its start on: at least two, or all there are."""
+    found: dict[TopicPartition, list[Any]] = {tp: [] for tp in starts}
+    if not starts:
+        return {}
+    consumer.assign(list(starts))
+    for tp, offset in starts.items():
+        consumer.seek(tp, offset)
+    deadline = time.monotonic() + READ_SECONDS
+    waiting = set(starts)
+    while waiting and time.monotonic() < deadline:
+        for tp, records in consumer.poll(100).items():
+            found[tp] += records
+        waiting = {tp for tp in waiting if len(found[tp]) < 2 and consumer.position(tp) < ends[tp]}
+        consumer.pause(*(set(starts) - waiting))
+    return {tp: records for tp, records in found.items() if records}
+
+
+def _last_weights(consumer: KafkaConsumer, topic: str) -> WeightRecord | None:
+    records = _tail(consumer, topic, count=8)
+    for record in reversed(records):
+        try:
+            return WEIGHT_RECORD.decode(record.value, record.headers)
+        except InvalidMessageError:
+            continue
+    return None
+
+
+def _engines(consumer: KafkaConsumer, topic: str, policy: str) -> tuple[EngineStatus, ...]:
+    newest: dict[str, EngineStatus] = {}
+    for record in _tail(consumer, topic, count=ENGINE_RECORDS):
+        if record.value is None:
+            continue
+        try:
+            status = ENGINE.decode(record.value, record.headers)
+        except InvalidMessageError:
+            continue
+        if status.policy_id == policy:
+            newest[status.engine_id] = status
+    return tuple(newest[key] for key in sorted(newest))
+
+
+def _engine_stage(
+    engines: tuple[EngineStatus, ...], topic: str, weights: WeightRecord | None, now: int
+) -> StageStatus:
+    """The engines as one stage that follows the weights topic: it is where its slowest member is."""
+    live = [e.version for e in engines if e.state.value != "stopped"]
+    slowest = min(live, default=None)
+    behind = weights is not None and slowest is not None and weights.version > slowest
+    return StageStatus(
+        stage="engines",
+        topic=topic,
+        position=slowest + 1 if slowest is not None else 0,
+        lag_records=max(0, weights.version - slowest) if weights is not None and slowest is not None else 0,
+        oldest_age_s=_age(now, weights.created_ms) if weights is not None and behind else 0.0,
+        version=slowest,
+    )
+
+
+def _tail(consumer: KafkaConsumer, topic: str, *, count: int) -> list[Any]:
+    """The last `count` offsets' records of a topic with one partition."""
+    tps = _partitions(consumer, topic)
+    return _last_of(consumer, tps[0], count) if tps else []
+
+
+def _all_records(consumer: KafkaConsumer, tps: Iterable[TopicPartition]) -> list[Any]:
+    return [record for tp in tps for record in _last_of(consumer, tp, None)]
+
+
+def _last_of(consumer: KafkaConsumer, tp: TopicPartition, count: int) -> list[Any]:
+    """The records of the last `count` offsets."""
+    end = _ends(consumer, [tp])[tp]
     start = max(consumer.beginning_offsets([tp])[tp], end - count)
     consumer.assign([tp])
     consumer.seek(tp, start)
@@ -240,10 +329,6 @@ def _tail(consumer: KafkaConsumer, topic: str, *, count: int) -> list[Any]:
 
 def _partitions(consumer: KafkaConsumer, topic: str) -> list[TopicPartition]:
     return [TopicPartition(topic, p) for p in sorted(consumer.partitions_for_topic(topic) or ())]
-
-
-def _existing(consumer: KafkaConsumer, topics: Topics, name: str) -> list[TopicPartition]:
-    return _partitions(consumer, topics.name(TopicSpec(topic=name)))
 
 
 def _ends(consumer: KafkaConsumer, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:

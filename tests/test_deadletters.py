@@ -15,8 +15,11 @@ from headrace.schemas.codec import header
 from headrace.schemas.config import Config
 from headrace.schemas.deadletter import (
     REQUEUES,
+    SETTLED,
+    SETTLES,
     TRUNCATED,
     DeadLetter,
+    OpenLetters,
     dead_letter_record,
     original_headers,
     read_dead_letter,
@@ -166,3 +169,17 @@ def test_the_list_is_legible_in_a_narrow_terminal(
         assert whole in lines[1]
     assert all(len(line) <= width for line in lines) and len(lines) <= 20
     assert "(cut)(requeued2times)" in "".join("".join(lines).split())
+
+
+def test_letters_are_open_until_a_marker_settles_them() -> None:
+    found = OpenLetters()
+    for offset, headers in [
+        (0, []),
+        (1, [("headrace-dlq-reason", b"x")]),
+        (2, [(SETTLED, b"dropped"), (SETTLES, b"0")]),
+        (4, [(SETTLED, b"requeued"), (SETTLES, b"1")]),
+        (5, []),
+        (6, [(SETTLES, b"not a number")]),
+    ]:
+        found.take(offset, headers)
+    assert len(found) == 2

@@ -30,6 +30,7 @@ from headrace.schemas import topics as t
 from headrace.schemas.config import Config, dump_config
 from headrace.schemas.deadletter import read_dead_letter
 from headrace.schemas.engine import ENGINE, EngineState, EngineStatus
+from headrace.schemas.errors import ConfigError
 from headrace.schemas.sample import SAMPLE, Fate, Sample, sample_headers
 from headrace.schemas.score import Ref
 from headrace.schemas.task import TASK, Task
@@ -398,3 +399,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.02)
+
+
+def test_a_worker_without_a_task_that_can_be_rolled_out_ends_and_says_why(
+    embedded_broker: Any, namespace: str, policy: Path, tmp_path: Path
+) -> None:
+    config = configured(embedded_broker, namespace, policy, tmp_path)
+    unknown = Task(task_id="letters", policy_id="policy", prompt="x", environment="no.such.module:Env")
+    publish(config, tasks=[unknown], engines=[status("a")])
+    with pytest.raises(
+        ConfigError, match=r"no task can be rolled out; the last one: letters: .*no\.such\.module"
+    ):
+        run_worker(config, {"a": ScriptedClient()}, lambda w: False)

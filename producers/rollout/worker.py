@@ -24,11 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kafka import KafkaProducer
+from kafka.errors import KafkaError
 
 from ...schemas import topics as t
 from ...schemas.codec import SCHEMA_HEADER
 from ...schemas.config import Config
-from ...schemas.errors import InvalidMessageError
+from ...schemas.errors import ConfigError, InvalidMessageError
 from ...schemas.task import Task
 from ...schemas.worker import WORKER
 from ...streams import metrics
@@ -127,7 +128,10 @@ class RolloutWorker:
         finally:
             metrics.role_up.labels(role="rollout").set(0)
             await crew.close()
-            producer.send(self.topics.name(t.WORKERS), key=self.worker_id.encode(), value=None)
+            try:
+                producer.send(self.topics.name(t.WORKERS), key=self.worker_id.encode(), value=None)
+            except KafkaError as e:  # the others forget this worker by themselves, a little later
+                logger.warning("the other workers cannot be told: %s", e)
             await asyncio.to_thread(reader.stop)
             await self.engines.close()
             await asyncio.to_thread(producer.close, timeout=FLUSH_SECONDS)
@@ -188,6 +192,8 @@ class RolloutWorker:
         except InvalidMessageError as e:
             logger.error("task cannot be rolled out, left out task=%s: %s", task.task_id, e)
             self.tasks.remove(task.task_id)
+            if not len(self.tasks):
+                raise ConfigError(f"no task can be rolled out; the last one: {task.task_id}: {e}") from e
             return
         self.groups_opened += 1
         self.ledger.start(group.rollout_id(i) for i in range(group.size))
