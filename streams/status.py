@@ -227,95 +227,9 @@ def _engine_stage(
 def _tail(consumer: KafkaConsumer, topic: str, *, count: int) -> list[Any]:
     """The last `count` offsets' records of a topic with one partition."""
     tps = _partitions(consumer, topic)
-    return _last_of(consumer, tps[0], count) if tps else []
-
-
-def _open_letters(consumer: KafkaConsumer, topic: str) -> int:
-    """Letters that nobody has settled; those before the newest records are taken for open ones."""
-    tps = _partitions(consumer, topic)
     if not tps:
-        return 0
-    begin, end = consumer.beginning_offsets(tps)[tps[0]], _ends(consumer, tps)[tps[0]]
-    found = OpenLetters()
-    for record in _last_of(consumer, tps[0], LETTERS_READ):
-        found.take(record.offset, record.headers)
-    return max(0, end - begin - LETTERS_READ) + len(found)
-
-
-def _last_of(
-    consumer: KafkaConsumer, starts: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]
-) -> dict[TopicPartition, list[Any]]:
-    """Some records of each partition from its start on: at least two, or all there are."""
-    found: dict[TopicPartition, list[Any]] = {tp: [] for tp in starts}
-    if not starts:
-        return {}
-    consumer.assign(list(starts))
-    for tp, offset in starts.items():
-        consumer.seek(tp, offset)
-    deadline = time.monotonic() + READ_SECONDS
-    waiting = set(starts)
-    while waiting and time.monotonic() < deadline:
-        for tp, records in consumer.poll(100).items():
-            found[tp] += records
-        waiting = {tp for tp in waiting if len(found[tp]) < 2 and consumer.position(tp) < ends[tp]}
-        consumer.pause(*(set(starts) - waiting))
-    return {tp: records for tp, records in found.items() if records}
-
-
-def _last_weights(consumer: KafkaConsumer, topic: str) -> WeightRecord | None:
-    records = _tail(consumer, topic, count=8)
-    for record in reversed(records):
-        try:
-            return WEIGHT_RECORD.decode(record.value, record.headers)
-        except InvalidMessageError:
-            continue
-    return None
-
-
-def _engines(consumer: KafkaConsumer, topic: str, policy: str) -> tuple[EngineStatus, ...]:
-    newest: dict[str, EngineStatus] = {}
-    for record in _tail(consumer, topic, count=ENGINE_RECORDS):
-        if record.value is None:
-            continue
-        try:
-            status = ENGINE.decode(record.value, record.headers)
-        except InvalidMessageError:
-            continue
-        if status.policy_id == policy:
-            newest[status.engine_id] = status
-    return tuple(newest[key] for key in sorted(newest))
-
-
-def _engine_stage(
-    engines: tuple[EngineStatus, ...], topic: str, weights: WeightRecord | None, now: int
-) -> StageStatus:
-    """The engines as one stage that follows the weights topic: it is where its slowest member is."""
-    live = [e.version for e in engines if e.state.value != "stopped"]
-    slowest = min(live, default=None)
-    behind = weights is not None and slowest is not None and weights.version > slowest
-    return StageStatus(
-        stage="engines",
-        topic=topic,
-        position=slowest + 1 if slowest is not None else 0,
-        lag_records=max(0, weights.version - slowest) if weights is not None and slowest is not None else 0,
-        oldest_age_s=_age(now, weights.created_ms) if weights is not None and behind else 0.0,
-        version=slowest,
-    )
-
-
-def _tail(consumer: KafkaConsumer, topic: str, *, count: int) -> list[Any]:
-    """The last `count` offsets' records of a topic with one partition."""
-    tps = _partitions(consumer, topic)
-    return _last_of(consumer, tps[0], count) if tps else []
-
-
-def _all_records(consumer: KafkaConsumer, tps: Iterable[TopicPartition]) -> list[Any]:
-    return [record for tp in tps for record in _last_of(consumer, tp, None)]
-
-
-def _last_of(consumer: KafkaConsumer, tp: TopicPartition, count: int) -> list[Any]:
-    """The records of the last `count` offsets."""
-    end = _ends(consumer, [tp])[tp]
+        return []
+    tp, end = tps[0], _ends(consumer, tps)[tps[0]]
     start = max(consumer.beginning_offsets([tp])[tp], end - count)
     consumer.assign([tp])
     consumer.seek(tp, start)
@@ -325,6 +239,18 @@ def _last_of(consumer: KafkaConsumer, tp: TopicPartition, count: int) -> list[An
         for records in consumer.poll(100).values():
             found += records
     return found
+
+
+def _open_letters(consumer: KafkaConsumer, topic: str) -> int:
+    """Letters that nobody has settled; those before the newest records are taken for open ones."""
+    tps = _partitions(consumer, topic)
+    if not tps:
+        return 0
+    begin, end = consumer.beginning_offsets(tps)[tps[0]], _ends(consumer, tps)[tps[0]]
+    found = OpenLetters()
+    for record in _tail(consumer, topic, LETTERS_READ):
+        found.take(record.offset, record.headers)
+    return max(0, end - begin - LETTERS_READ) + len(found)
 
 
 def _partitions(consumer: KafkaConsumer, topic: str) -> list[TopicPartition]:
