@@ -248,7 +248,7 @@ def _open_letters(consumer: KafkaConsumer, topic: str) -> int:
         return 0
     begin, end = consumer.beginning_offsets(tps)[tps[0]], _ends(consumer, tps)[tps[0]]
     found = OpenLetters()
-    for record in _tail(consumer, topic, LETTERS_READ):
+    for record in _tail(consumer, topic, count=LETTERS_READ):
         found.take(record.offset, record.headers)
     return max(0, end - begin - LETTERS_READ) + len(found)
 
