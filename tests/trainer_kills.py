@@ -62,9 +62,14 @@ def during(original: Act) -> Act:
 
 
 def stopped(original: Act) -> Act:
-    """Stops (SIGSTOP) before the call, which goes on when somebody continues the process."""
+    """Stops (SIGSTOP) before the call, which goes on when somebody continues the process.
+
+    What a producer was given before is at the broker then.
+    """
 
     def act(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0], kafka.KafkaProducer):
+            args[0].flush()
         os.kill(os.getpid(), signal.SIGSTOP)
         return original(*args, **kwargs)
 
