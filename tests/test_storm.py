@@ -290,6 +290,9 @@ def restarted_in_a_backlog(config: Config, folder: Path, code: str, rng: random.
         print(worker.log.read_text()[-2000:])
 
 
+@pytest.mark.skipif(
+    not LONG, reason="a race that few trials may miss; test_faust_safe.py shows the faults one by one"
+)
 def test_without_the_safe_parts_the_restart_of_the_only_worker_loses_or_stops_commits_for_good(
     kafka_broker: Broker, namespace: str, tmp_path: Path
 ) -> None:
