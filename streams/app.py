@@ -27,9 +27,9 @@ from .verify import Verify
 
 ROLE = "streams"
 COMMIT_SECONDS = 0.5
-FETCH_BYTES = 256 * 1024
+FETCH_BYTES = 2 * 1024 * 1024
 """Of one partition at once; a larger record still comes. All that was fetched is handed over before anything newer:
-megabytes of trajectories would keep the scores waiting for many seconds."""
+many megabytes of trajectories would keep the scores waiting. Half of it halves the throughput of a backlog."""
 BATCH_BYTES = 256 * 1024
 """The client's own 16 KiB would be three records: an Arrow stream of one row is mostly schema until it is compressed."""
 BUFFERED_RECORDS = 512

@@ -112,7 +112,9 @@ def test_a_record_at_work_when_the_worker_is_killed_is_worked_on_again_and_those
 ) -> None:
     begun = str(tmp_path / "begun")
     (tmp_path / "slow_reward.py").write_text(SLOW % (begun, begun))
-    config = config_for(kafka_broker.config, namespace, tmp_path, verify={"reward": "slow_reward:reward", "allow": ["write"]})
+    config = config_for(
+        kafka_broker.config, namespace, tmp_path, verify={"reward": "slow_reward:reward", "allow": ["write"]}
+    )
     topics = Topics(namespace)
     trajectories, scores = topics.name(TRAJECTORIES), topics.name(SCORES)
     with closing(make_producer(config.kafka, client_id="test")) as producer:
