@@ -137,7 +137,7 @@ def _folder(data: Path | None) -> Path:
 
 
 def _config(kind: str, kafka_home: Path | None) -> KafkaConfig:
-    from ..schemas.config import load_config
+    from ..schemas.config_file import load_config
 
     home = str(kafka_home.resolve()) if kafka_home is not None else None
     return load_config(overrides={"kafka.broker": kind, "kafka.kafka_home": home}, flags=FLAGS).kafka

@@ -7,7 +7,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ..schemas.config import Config, load_config
+from ..schemas.config import Config
+from ..schemas.config_file import load_config
 from ..schemas.errors import ConfigError
 from .broker.choice import broker_reason
 from .presets import PRESETS, Preset

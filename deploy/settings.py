@@ -49,7 +49,7 @@ def load(
 
     `overrides` come from options of their own and win over `sets`; None is an option that was not given.
     """
-    from ..schemas.config import load_config
+    from ..schemas.config_file import load_config
 
     if path is None and DEFAULT_FILE.exists():
         path = DEFAULT_FILE

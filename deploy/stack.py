@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..schemas.config import ENV_PREFIX, Config, dump_config
+from ..schemas.config import Config
+from ..schemas.config_file import ENV_PREFIX, dump_config
 from ..schemas.errors import ConfigError
 from ..schemas.task import Task
 from ..schemas.topics import SAMPLES, SCORES, TASKS, TRAJECTORIES, Topics

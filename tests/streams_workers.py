@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.config import Config, KafkaConfig, dump_config
+from headrace.schemas.config import Config, KafkaConfig
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.topics import Topics
 from headrace.streams.kafka import create_topics
 
 CODE = """
 import logging, sys
 from pathlib import Path
-from headrace.schemas.config import load_config
+from headrace.schemas.config_file import load_config
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 logging.getLogger("kafka").setLevel(logging.ERROR)
 from headrace.streams.worker import main

@@ -13,7 +13,7 @@ logging.getLogger("kafka").setLevel(logging.ERROR)
 import faust
 from kafka.admin import NewTopic
 from kafka.errors import TopicAlreadyExistsError
-from headrace.schemas.config import load_config
+from headrace.schemas.config_file import load_config
 from headrace.schemas.topics import SAMPLES, TRAJECTORIES, Topics
 from headrace.streams.app import _settings
 from headrace.streams.holes import look_with

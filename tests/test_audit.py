@@ -10,7 +10,7 @@ from kafka import TopicPartition
 
 from headrace.deploy import audit_log
 from headrace.deploy.audit import Audit, AuditResult
-from headrace.schemas.config import load_config
+from headrace.schemas.config_file import load_config
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
 
 Change = dict[str, Any]

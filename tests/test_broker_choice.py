@@ -9,7 +9,8 @@ import pytest
 from headrace.deploy.broker import choice
 from headrace.deploy.broker.choice import broker_reason, choose_kind
 from headrace.deploy.broker.data_dir import data_dir, fetched_release
-from headrace.schemas.config import KafkaConfig, load_config
+from headrace.schemas.config import KafkaConfig
+from headrace.schemas.config_file import load_config
 from headrace.schemas.errors import ConfigError
 
 

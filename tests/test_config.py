@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.settings import load, load_running, parse_sets
-from headrace.schemas.config import Config, dump_config, load_config
+from headrace.schemas.config import Config
+from headrace.schemas.config_file import dump_config, load_config
 from headrace.schemas.errors import ConfigError
 
 

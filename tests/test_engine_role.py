@@ -16,7 +16,8 @@ from headrace.producers.engines.client import HttpEngineClient
 from headrace.producers.engines.protocol import GenerateRequest
 from headrace.producers.engines.scripted import scripted_token
 from headrace.schemas.codec import SCHEMA_HEADER
-from headrace.schemas.config import Config, dump_config
+from headrace.schemas.config import Config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.delta import encode_anchor, encode_delta
 from headrace.schemas.engine import ENGINE, EngineState
 from headrace.schemas.topics import DEADLETTERS, ENGINES, WEIGHTS, Topics
@@ -29,7 +30,7 @@ from headrace.streams.kafka import closing, create_topics, make_consumer, make_p
 RUN = """
 import logging, sys
 from pathlib import Path
-from headrace.schemas.config import load_config
+from headrace.schemas.config_file import load_config
 from headrace.producers.engines.role import main
 logging.basicConfig(level=logging.INFO)
 sys.exit(main(load_config(Path(sys.argv[1])), "engine-7"))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streams_records import a_score
 
-from headrace.schemas.config import FeedbackConfig, load_config
+from headrace.schemas.config import FeedbackConfig
+from headrace.schemas.config_file import load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.feedback import Feedback
 from headrace.schemas.score import SCORE, Score, ScoreStatus

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from headrace.deploy.broker.launcher import Broker
 from headrace.deploy.cli import app
 from headrace.deploy.feedback_input import event_ms, feedback_of, read_lines
-from headrace.schemas.config import dump_config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.feedback import FEEDBACK
 from headrace.schemas.topics import FEEDBACK as FEEDBACK_TOPIC

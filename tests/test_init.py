@@ -17,7 +17,7 @@ from headrace.deploy.model_dir import check_model_dir
 from headrace.deploy.tasks import read_tasks
 from headrace.deploy.up import check
 from headrace.producers.environments.base import Observation, load_environment
-from headrace.schemas.config import dump_config, load_config
+from headrace.schemas.config_file import dump_config, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.task import check_task
 from headrace.schemas.trajectory import Split

@@ -16,7 +16,8 @@ from test_storm import read_all
 from headrace.deploy.broker.launcher import Broker
 from headrace.deploy.restart_file import read_restarts, write_restarts
 from headrace.deploy.supervisor import RoleSpec, Supervisor
-from headrace.schemas.config import Config, dump_config
+from headrace.schemas.config import Config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.sample import SAMPLE, Sample
 from headrace.schemas.score import SCORE, Score
 from headrace.schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics

@@ -27,7 +27,8 @@ from headrace.producers.rollout.groups import GroupMaker
 from headrace.producers.rollout.tokenizing import load_tokenizer
 from headrace.producers.rollout.worker import RolloutWorker
 from headrace.schemas import topics as t
-from headrace.schemas.config import Config, dump_config
+from headrace.schemas.config import Config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.deadletter import read_dead_letter
 from headrace.schemas.engine import ENGINE, EngineState, EngineStatus
 from headrace.schemas.errors import ConfigError
@@ -289,7 +290,7 @@ def worker_process(config: Config, tmp_path: Path) -> subprocess.Popen[bytes]:
     dump_config(config, tmp_path / "config.json")
     code = (
         "import sys, logging; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
-        "from headrace.schemas.config import load_config\n"
+        "from headrace.schemas.config_file import load_config\n"
         "from headrace.producers.rollout.worker import main\n"
         "sys.exit(main(load_config(Path(sys.argv[1]))))"
     )

@@ -16,7 +16,8 @@ from test_init import model_dir
 
 from headrace.deploy.init import write_templates
 from headrace.deploy.up import check
-from headrace.schemas.config import VerifyConfig, load_config
+from headrace.schemas.config import VerifyConfig
+from headrace.schemas.config_file import load_config
 from headrace.schemas.errors import ConfigError, RewardError
 from headrace.streams.rewards.base import RolloutView
 from headrace.streams.rewards.load import load_reward

@@ -15,7 +15,8 @@ from headrace.deploy.broker.launcher import Broker
 from headrace.deploy.presets import PRESETS
 from headrace.deploy.run_dir import check_same_run, clear, locked
 from headrace.deploy.stack import Plan, Stack, _retention, role_environment
-from headrace.schemas.config import Config, RunConfig, dump_config, load_config
+from headrace.schemas.config import Config, RunConfig
+from headrace.schemas.config_file import dump_config, load_config
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.task import TASK, Task, check_task
 from headrace.schemas.topics import SCORES, TASKS, Topics

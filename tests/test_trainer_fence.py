@@ -20,7 +20,7 @@ from headrace.consumers.trainer import presence
 from headrace.consumers.trainer.presence import Presence, members_of, refuse_second
 from headrace.consumers.trainer.role import FENCED_STATUS
 from headrace.schemas import topics as t
-from headrace.schemas.config import dump_config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.errors import ConfigError, FencedError
 from headrace.streams.kafka import closing, make_consumer, partitions_of, poll_records
 from headrace.streams.metrics import RESTARTS_VARIABLE

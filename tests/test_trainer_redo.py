@@ -19,7 +19,7 @@ from headrace.consumers.trainer.refs import RefReader
 from headrace.consumers.trainer.sample_list import samples_of
 from headrace.consumers.trainer.step import make_learner
 from headrace.schemas import topics as t
-from headrace.schemas.config import dump_config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.sample import SAMPLE
 from headrace.schemas.weight_hash import set_hash
 from headrace.streams.blobs import BlobStore

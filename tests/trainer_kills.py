@@ -25,7 +25,7 @@ import torch
 from headrace.consumers.trainer import checkpoint, role, sample_list
 from headrace.consumers.trainer.payloads import Payloads
 from headrace.consumers.trainer.step import Learner
-from headrace.schemas.config import load_config
+from headrace.schemas.config_file import load_config
 from headrace.streams.blobs import BlobStore
 
 Act = Callable[..., Any]

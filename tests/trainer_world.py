@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas import topics as t
-from headrace.schemas.config import Config, dump_config
+from headrace.schemas.config import Config
+from headrace.schemas.config_file import dump_config
 from headrace.schemas.sample import SAMPLE, Fate, Sample, sample_headers
 from headrace.schemas.score import Ref
 from headrace.schemas.trajectory import TRAJECTORY, Split, Trajectory, Turn, VersionSpan
@@ -199,7 +200,7 @@ class World:
         path = self.config.run.dir / "config.json"
         dump_config(self.config.model_copy(update={"trainer": trainer}), path)
         code = (
-            "import sys, logging; from pathlib import Path; from headrace.schemas.config import load_config;"
+            "import sys, logging; from pathlib import Path; from headrace.schemas.config_file import load_config;"
             "logging.basicConfig(level='INFO'); logging.getLogger('kafka').setLevel('WARNING');"
             "from headrace.consumers.trainer.role import main; sys.exit(main(load_config(Path(sys.argv[1]))))"
         )

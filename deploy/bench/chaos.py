@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...schemas.config import Config, load_config
+from ...schemas.config import Config
+from ...schemas.config_file import load_config
 from ...schemas.errors import ConfigError, HeadraceError
 from ..audit import AuditResult
 from ..audit_log import GroupLag, group_lags, read_weights, run_audit

@@ -20,7 +20,8 @@ import psutil
 from kafka import TopicPartition
 from kafka.admin import NewTopic
 
-from ...schemas.config import Config, KafkaConfig, dump_config
+from ...schemas.config import Config, KafkaConfig
+from ...schemas.config_file import dump_config
 from ...schemas.errors import BrokerError
 from ...schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics
 from ...streams.kafka import closing, create_topics, make_admin, make_consumer, make_producer
