@@ -10,6 +10,9 @@ from kafka.errors import KafkaTimeoutError
 
 T = TypeVar("T")
 
+TRANSACTION_SECONDS = 30.0
+"""A broker that comes back, or another one of the cluster, finishes a transaction in a fraction of this."""
+
 
 def bounded(call: Callable[[], T], *, limit_s: float, what: str) -> T:
     """The result of `call`, or what it raised; KafkaTimeoutError(`what`) when it takes longer than `limit_s`.

@@ -29,10 +29,9 @@ from ..schemas.deadletter import (
 )
 from ..schemas.errors import BrokerError
 from ..schemas.topics import DEADLETTERS, Topics
-from .bounded import bounded
+from .bounded import TRANSACTION_SECONDS, bounded
 from .kafka import closing, make_consumer, make_producer
 
-TRANSACTION_SECONDS = 30.0
 READ_SECONDS = 60.0
 COMMIT_SECONDS = 5.0
 

@@ -40,13 +40,11 @@ from ...schemas.weight_hash import set_hash, tensor_hashes
 from ...schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
 from ...streams.blobs import BlobStore
-from ...streams.bounded import bounded
+from ...streams.bounded import TRANSACTION_SECONDS, bounded
 from ...streams.kafka import make_producer
 
 logger = logging.getLogger(__name__)
 
-TRANSACTION_SECONDS = 30.0
-"""A broker that comes back, or another one of the cluster, finishes it in a fraction of this."""
 PATIENCE_SECONDS = 180.0
 """A broker that was killed is back in its cluster within a quarter of a minute; a machine restarts in minutes."""
 RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
