@@ -209,7 +209,7 @@ class FeedbackJoin:
                 return False
             kept = Fact.decode(value)
             headers: Headers = [(TRACE_HEADER, kept.trace)] if kept.trace else []
-            metrics.scores.labels(status=score.status.value).inc()
+            metrics.count_score(score.status.value, score.reason)
             metrics.feedback_settled.labels(cause=one.cause.value).inc()
             await (
                 await self._outbox.send(

@@ -23,6 +23,13 @@ DROP_REASONS = (
     *("stale", "void", "eval", "late", "zero_variance", "truncated", "over_long"),
     *("duplicate", "payload", "advantage_not_finite"),
 )
+OTHER_REASON = "other"
+VOID_REASONS = (
+    *("aborted", "no_messages", "no_feedback", "turns_mismatch", "sandbox_unavailable"),
+    *("reward_args", "reward_spec", "reward_unknown", "reward_raised", "reward_timeout", "reward_crashed"),
+    *("reward_memory", "reward_network", "reward_write", "reward_processes", "reward_too_large"),
+    *("reward_not_finite", "reward_not_number", "judge_unavailable", "judge_unparsable", OTHER_REASON),
+)
 RESTART_CAUSES = ("stalled", "killed", "crashed")
 RESTARTS_VARIABLE = "HEADRACE_RESTARTS"
 """The environment variable by which a supervisor tells a role its restarts: `stalled=1,killed=2`."""
@@ -45,6 +52,12 @@ role_restarts = Counter(
 
 # streams
 scores = Counter("headrace_scores", "Scores by the verifier's status.", ["status"], registry=REGISTRY)
+scores_void = Counter(
+    "headrace_scores_void",
+    "Void scores by reason; a reward's own word is `other`.",
+    ["reason"],
+    registry=REGISTRY,
+)
 reward_seconds = Histogram("headrace_reward_seconds", "Time in reward functions.", registry=REGISTRY)
 groups_closed = Counter("headrace_groups_closed", "Groups by what closed them.", ["cause"], registry=REGISTRY)
 groups_open = Gauge("headrace_groups_open", "Groups that wait for members.", registry=REGISTRY)
@@ -174,6 +187,8 @@ def _start_at_zero() -> None:
         samples_dropped.labels(reason=reason)
     for status in ("scored", "failed", "void"):
         scores.labels(status=status)
+    for reason in VOID_REASONS:
+        scores_void.labels(reason=reason)
     for cause in RESTART_CAUSES:
         role_restarts.labels(cause=cause)
     for fate in ("taken", "duplicate", "late", "unknown"):
@@ -196,6 +211,13 @@ def _start_at_zero() -> None:
 
 
 _start_at_zero()
+
+
+def count_score(status: str, reason: str | None) -> None:
+    """A score that is sent; `reason`: why it is void."""
+    scores.labels(status=status).inc()
+    if status == "void":
+        scores_void.labels(reason=reason if reason in VOID_REASONS else OTHER_REASON).inc()
 
 
 def note_restarts(text: str) -> None:

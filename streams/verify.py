@@ -45,7 +45,6 @@ STORE_TRIES = 5
 HOST_START_S = 30.0
 
 _RECORDS = metrics.stage_records.labels(stage=STAGE)
-_SCORES = {status: metrics.scores.labels(status=status.value) for status in ScoreStatus}
 
 
 class Verify:
@@ -216,7 +215,7 @@ class Verify:
             if kept is not None:
                 self._done_after(event, kept)
             return
-        _SCORES[outcome.status].inc()
+        metrics.count_score(score.status.value, score.reason)
         sent = await self._outbox.send(
             self._topic, score.group_id.encode(), value, score_headers(score, headers)
         )
