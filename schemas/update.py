@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .dtypes import Dtype
 from .errors import WeightUpdateError
 
 Weights = Mapping[str, np.ndarray]
@@ -27,7 +28,8 @@ class TensorPatch:
     indices: np.ndarray | None
     """[n] int64, sorted, unique, in range; None: `bits` holds the whole tensor."""
     bits: np.ndarray
-    """[n] or [prod(shape)] uint16: bf16 bit patterns."""
+    """[n] or [prod(shape)] bit patterns: `dtype.bits`."""
+    dtype: Dtype = Dtype.BF16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
