@@ -41,7 +41,7 @@ class EngineStatus:
     updates: int = 0
     """Updates applied since it started."""
     pause_ms: float | None = None
-    """Of the last update: from asking for the pause until tokens flow again."""
+    """Of the last update: from asking for the pause until tokens flow again; None where it needed none."""
     apply_ms: float | None = None
     stage_ms: float | None = None
     running: int = 0
@@ -53,6 +53,16 @@ class EngineStatus:
     reason: str | None = None
     """Of the last failed update."""
     at_ms: int = 0
+    paused: bool | None = None
+    """Whether the last update stopped tokens; False: it changed no bit, or an operator had stopped them already.
+    None before the first, and in records from before there was this column."""
+    held: bool | None = None
+    """True while an operator holds it paused: it follows the topic and serves nothing."""
+
+    @property
+    def behind(self) -> int:
+        """Versions between what it serves and the newest that it has seen."""
+        return max(0, self.latest_version - self.version)
 
 
 ENGINE_SCHEMA = pa.schema(
@@ -72,6 +82,8 @@ ENGINE_SCHEMA = pa.schema(
         pa.field("url", pa.string()),
         pa.field("reason", pa.string()),
         pa.field("at_ms", pa.int64(), nullable=False),
+        pa.field("paused", pa.bool_()),
+        pa.field("held", pa.bool_()),
     ]
 )
 

@@ -182,6 +182,8 @@ ENGINE_FULL = EngineStatus(
     url="http://127.0.0.1:4711",
     reason="gap",
     at_ms=1_700_000_000_000,
+    paused=True,
+    held=False,
 )
 
 EXAMPLES: dict[str, tuple[str, Any]] = {

@@ -70,6 +70,11 @@ def test_scores_from_before_there_were_turn_rewards_are_read(name: str, record: 
     assert plain(SCORE.decode((GOLDEN / f"before_turns_{name}.arrow").read_bytes())) == plain(record)
 
 
+def test_engine_statuses_from_before_they_told_of_pauses_are_read() -> None:
+    old = TYPES["engine"].decode((GOLDEN / "before_paused_engine.arrow").read_bytes())
+    assert plain(old) == plain(dataclasses.replace(ENGINE_FULL, paused=None, held=None))
+
+
 def test_arrays_that_were_read_cannot_be_written() -> None:
     again = TRAJECTORY.decode(TRAJECTORY.encode(TRAJECTORY_FULL))
     for column in (again.token_ids, again.loss_mask, again.logprobs):

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ...schemas.delta import TensorPatch, WeightUpdate
 from ...schemas.trajectory import VersionSpan
 
-__all__ = ["Engine", "GenerateRequest", "GenerateResult", "TensorPatch", "VersionSpan", "WeightUpdate"]
+__all__ = [
+    "Engine",
+    "GenerateRequest",
+    "GenerateResult",
+    "ReadsBack",
+    "TensorPatch",
+    "VersionSpan",
+    "WeightUpdate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +105,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Abort what is in flight and release everything. Idempotent."""
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """An engine that can look at some of its live weights; the others are hashed in full inside every pause."""
+
+    def verify(self, update: WeightUpdate) -> None:
+        """WeightUpdateError(`live_bits`) unless the live weights hold what `update` says, wherever it says something.
+
+        Called inside `paused()` after `apply`, and now and then with everything while tokens flow.
+        """
