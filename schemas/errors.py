@@ -84,6 +84,10 @@ class FencedError(HeadraceError):
     """Another trainer has taken over this policy; this one must end."""
 
 
+class TeamError(HeadraceError):
+    """A trainer that is spread over processes cannot go on: another rank failed or is gone."""
+
+
 class RewardError(HeadraceError):
     """A reward function broke. `reason` becomes the score's void reason."""
 
