@@ -185,8 +185,7 @@ class SafeConsumer(Consumer):
             for tp in self._long_missing(time.monotonic()):
                 await self._reread(tp)
             if self._look is not None:
-                for tp in self._long_idle(time.monotonic()):
-                    await self._passed(tp, self._due[tp], None)
+                await self._pass_holes(self._long_idle(time.monotonic()))
         for tp, book in self._holes.items():
             book.forget_below(self._committed_offset.get(tp) or 0)
         return did_commit
@@ -206,6 +205,12 @@ class SafeConsumer(Consumer):
             return None
         new = super()._new_offset(tp)
         return None if new is None else self.past_holes(tp, new)
+
+    async def _pass_holes(self, tps: list[TP]) -> None:
+        for tp in tps:
+            due = self._due.get(tp)
+            if due is not None:  # a rebalance while the broker was asked about another may have taken it away
+                await self._passed(tp, due, None)
 
     async def _passed(self, tp: TP, due: int, came: int | None) -> int | None:
         """The offset after the holes that `due` lies before, once it is due; None when the partition went away.

@@ -415,6 +415,26 @@ def test_a_partition_that_went_away_while_the_broker_was_asked_gives_nothing(tmp
     on_a_loop(body)
 
 
+def test_a_rebalance_while_one_idle_partition_is_asked_about_leaves_the_others_alone(tmp_path: Path) -> None:
+    async def body() -> None:
+        log, asked = with_holes(tmp_path, [(4, 7)], end=10, committed=4)
+        await log.consumer.perform_seek()
+        other = TP("input", 1)
+        log.consumer._due[other] = 4
+        look = log.consumer._look
+
+        def revoked_meanwhile(topic: str, partition: int, offset: int) -> list[tuple[int, int]]:
+            log.consumer._forget({INPUT, other})
+            found: list[tuple[int, int]] = look(topic, partition, offset)
+            return found
+
+        log.consumer._look = revoked_meanwhile
+        await log.consumer._pass_holes([INPUT, other])
+        assert asked == [4]
+
+    on_a_loop(body)
+
+
 def test_a_recovery_of_tables_has_a_limit_of_its_own_and_the_input_waits_for_it() -> None:
     recovery = SimpleNamespace(
         in_recovery=True, active_offsets={TP("changelog", 0): 7, TP("changelog", 1): None}
