@@ -30,6 +30,8 @@ class ToolCall:
     name: str
     arguments: str
     """JSON text, byte for byte."""
+    namespace: str | None = None
+    """Codex nests tools in namespaces; `name` is then already the qualified one, as the model sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """JSON schema, in the client's key order."""
+    namespace: str | None = None
+    """Codex nests tools in namespaces; `name` is then already the qualified one, as the model sees it."""
+    free_text: bool = False
+    """A custom tool of the Responses API: the model fills the one argument `input`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +87,12 @@ class Call:
     sampling: Sampling = Sampling()
     stream: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    include_usage: bool = False
+    """Of a chat or completions stream: end with a usage chunk."""
+    tool_choice: str = "auto"
+    """`none`: tools stay in the prompt, and calls in the answer are given as text."""
+    prompt: str | tuple[int, ...] | None = None
+    """Of the completions API: what to continue instead of a conversation (`messages` is empty then)."""
+    echo: bool = False
+    """Of the completions API: the answer begins with the prompt."""
