@@ -1,20 +1,21 @@
 """Which weights to load next: the decision alone, without engine, store or broker.
 
-Deltas in order, several at once where several wait. After a gap, a wrong base, a broken blob or torn weights:
-the newest usable anchor and the chain from there. A blob that does not decode is never tried again; one that
-cannot be fetched is, a few times.
+Two ways lead on: the deltas behind what is live, composed into one update, or an anchor and the deltas behind
+it. The one that gets further counts, then the one with fewer bytes to fetch. A blob that does not decode is never
+tried again; one that is not there is, a few times and then rarely; a store that is away is asked for ever.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from ...schemas.weights import BlobKind, WeightRecord
 
 logger = logging.getLogger(__name__)
 
-_AFTER_ALL_BACKOFFS = 1e300
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,24 @@ class FollowRule:
     max_chain: int = 32
     """Versions staged for one pause."""
     attempts: int = 4
-    """Of fetching one blob, before it counts as lost."""
+    """Of one blob, before other ways are looked for, or it counts as lost."""
     first_backoff: float = 0.25
     """Seconds; doubled after each failure."""
+    last_backoff: float = 5.0
+    """Seconds between attempts while a store is away."""
+    lost_backoff: float = 60.0
+    """Seconds between attempts of a blob that counts as lost: somebody may have put it back."""
+
+
+class Trouble(Enum):
+    """Why a blob could not be used."""
+
+    AWAY = "away"
+    """The store, or the engine, failed; the blob itself may be good."""
+    GONE = "gone"
+    """There is no such blob, or its bytes are not those of the record."""
+    BAD = "bad"
+    """Its contents do not fit: they never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +57,20 @@ class Route:
         """Which blob of record `index` is meant."""
         return BlobKind.ANCHOR if self.from_anchor and index == 0 else BlobKind.DELTA
 
+    @property
+    def bytes_to_fetch(self) -> int:
+        """Size of all its blobs."""
+        return sum(b.size for i, r in enumerate(self.records) for b in r.blobs_of(self.kind(i)))
+
 
 @dataclass(slots=True)
 class _Fault:
-    count: int
-    until: float
-    """Not tried before this time; infinity: never again."""
+    count: int = 0
+    until: float = 0.0
+    """Not tried before this time."""
+    lost: bool = False
+    brief: bool = False
+    """Better waited for than gone around."""
 
 
 class Follower:
@@ -61,34 +85,36 @@ class Follower:
         """Newest version seen."""
         self._reload = True
         self._records: dict[int, WeightRecord] = {}
+        self._hashes: dict[int, int] = {}
+        """Of every version ever seen: a topic may be read twice, and may be written twice."""
         self._faults: dict[tuple[int, BlobKind], _Fault] = {}
 
-    def see(self, record: WeightRecord) -> None:
-        """A record of the weights topic; one that is known already changes nothing."""
-        known = self._records.get(record.version)
-        if known is not None and known.weights_hash != record.weights_hash:
-            logger.error("two different records of one version; the first counts version=%d", record.version)
-        if known is not None:
-            return
-        # The samples of thousands of versions would fill the memory and are of no use here.
-        self._records[record.version] = replace(record, samples=(), consumed=())
-        self.latest = max(self.latest, record.version)
-        self._forget()
+    def see(self, record: WeightRecord) -> str | None:
+        """A record of the weights topic, in any order; one that is known already changes nothing.
+
+        Returns what is wrong with it where another of its version came before: the first one counts.
+        """
+        known = self._hashes.setdefault(record.version, record.weights_hash)
+        if known != record.weights_hash:
+            return self._conflict(record, known)
+        if record.version not in self._records and not self._is_past(record):
+            # The samples of thousands of versions would fill the memory and are of no use here.
+            self._records[record.version] = replace(record, samples=(), consumed=())
+            self.latest = max(self.latest, record.version)
+            self._forget()
+        return None
 
     def next(self, now: float) -> Route | None:
         """What to load now; None: nothing, or nothing yet."""
-        if not self._reload and self.weights_hash is not None:
-            chain = self._chain(self.version, self.weights_hash, now)
-            if chain:
-                return Route(tuple(chain), from_anchor=False)
-        for anchor in self._anchors():
-            if not self._usable(anchor.version, BlobKind.ANCHOR, now):
-                continue
-            route = [anchor, *self._chain(anchor.version, anchor.weights_hash, now)]
-            if self._reload or route[-1].version > self.version:
-                return Route(tuple(route), from_anchor=True)
-            return None  # an older anchor leads no further
-        return None
+        route = self._best(now)
+        if route is None:
+            return None
+        ready = []
+        for i, record in enumerate(route.records[: self.rule.max_chain]):
+            if not self._ready(record.version, route.kind(i), now):
+                break
+            ready.append(record)
+        return replace(route, records=tuple(ready)) if ready else None
 
     def live(self, record: WeightRecord) -> None:
         """`record`'s weights are live now."""
@@ -96,12 +122,18 @@ class Follower:
         self._faults = {k: f for k, f in self._faults.items() if k[0] > record.version}
         self._forget()
 
-    def failed(self, version: int, kind: BlobKind, now: float, *, final: bool) -> None:
-        """A blob could not be used; `final`: and never will."""
-        fault = self._faults.setdefault((version, kind), _Fault(0, now))
+    def failed(self, version: int, kind: BlobKind, now: float, trouble: Trouble) -> None:
+        """A blob could not be used."""
+        rule = self.rule
+        fault = self._faults.setdefault((version, kind), _Fault())
         fault.count += 1
-        lost = final or fault.count >= self.rule.attempts
-        fault.until = float("inf") if lost else now + self.rule.first_backoff * 2 ** (fault.count - 1)
+        fault.brief = trouble is Trouble.AWAY and fault.count < rule.attempts
+        fault.lost = trouble is Trouble.BAD or (trouble is Trouble.GONE and fault.count >= rule.attempts)
+        backoff = min(rule.first_backoff * 2.0 ** min(fault.count - 1, 30), rule.last_backoff)
+        if trouble is Trouble.BAD:
+            fault.until = NEVER
+        else:
+            fault.until = now + (rule.lost_backoff if fault.lost else backoff)
 
     def torn(self) -> None:
         """What is live is unknown or mixed: only an anchor helps."""
@@ -112,27 +144,72 @@ class Follower:
         """True when nothing is live, or not for sure."""
         return self._reload
 
+    @property
+    def missing(self) -> int | None:
+        """A version that no record has been seen of, and without which there is no way on."""
+        gap = None if self._reload else self.version + 1
+        while gap is not None and gap in self._records:
+            gap += 1
+        return None if gap is None or gap >= self.latest or self._best(None) is not None else gap
+
     def stuck(self) -> str | None:
         """Why no newer version can be reached with what has been seen; None where one is live or can be."""
         reached = self.version >= self.latest and not self._reload
-        if self.latest < 0 or reached or self.next(_AFTER_ALL_BACKOFFS) is not None:
+        if self.latest < 0 or reached or self._best(None) is not None:
             return None
-        return f"no way on from version {self.version}: waiting for an anchor"
+        return f"no way on from version {self.version}: {self._why()}; waiting for an anchor"
 
-    def _chain(self, version: int, weights_hash: int, now: float) -> list[WeightRecord]:
+    def _why(self) -> str:
+        if self._reload:
+            anchors = [str(r.version) for r in self._anchors()]
+            return (
+                f"the anchors {', '.join(anchors)} cannot be used" if anchors else "no anchor has been seen"
+            )
+        following = self._records.get(self.version + 1)
+        if following is None:
+            return f"version {self.version + 1} is not on the topic, {self.latest} is"
+        if not following.has_delta:
+            return f"version {following.version} has no delta"
+        if following.base_hash != self.weights_hash:
+            return f"version {following.version} goes on top of other weights than are live here"
+        return f"the delta of version {following.version} cannot be used"
+
+    def _best(self, now: float | None) -> Route | None:
+        """The way that gets furthest, then the cheapest; `now` None: as if every blob were there but the lost."""
+        routes = [
+            Route((anchor, *self._chain(anchor.version, anchor.weights_hash, now)), from_anchor=True)
+            for anchor in self._anchors()
+            if self._open(anchor.version, BlobKind.ANCHOR, now)
+        ]
+        if not self._reload and self.weights_hash is not None:
+            chain = self._chain(self.version, self.weights_hash, now)
+            routes = [r for r in routes if r.records[-1].version > self.version]
+            routes[:0] = [Route(tuple(chain), from_anchor=False)] if chain else []
+        return max(routes, key=lambda r: (r.records[-1].version, -r.bytes_to_fetch), default=None)
+
+    def _chain(self, version: int, weights_hash: int, now: float | None) -> list[WeightRecord]:
         """The deltas that lead on from `version` without a gap."""
         chain: list[WeightRecord] = []
-        while len(chain) < self.rule.max_chain:
-            record = self._records.get(version + 1)
-            if record is None or not record.has_delta or record.base_hash != weights_hash:
+        while (record := self._records.get(version + 1)) is not None:
+            if not record.has_delta or record.base_hash != weights_hash:
                 break
-            if not self._usable(record.version, BlobKind.DELTA, now):
+            if not self._open(record.version, BlobKind.DELTA, now):
                 break
             chain.append(record)
             version, weights_hash = record.version, record.weights_hash
         return chain
 
-    def _usable(self, version: int, kind: BlobKind, now: float) -> bool:
+    def _open(self, version: int, kind: BlobKind, now: float | None) -> bool:
+        """Whether a route may lead over this blob: it is ready, or will be in a moment."""
+        fault = self._faults.get((version, kind))
+        if fault is None:
+            return True
+        if now is None:
+            return not fault.lost
+        # Torn weights serve nobody: whatever is there at once is better than what may come.
+        return fault.until <= now or (fault.brief and not self._reload)
+
+    def _ready(self, version: int, kind: BlobKind, now: float) -> bool:
         fault = self._faults.get((version, kind))
         return fault is None or fault.until <= now
 
@@ -140,9 +217,27 @@ class Follower:
         """Newest first."""
         return [r for _, r in sorted(self._records.items(), reverse=True) if r.has_anchor]
 
-    def _forget(self) -> None:
-        """Keep what lies behind the second newest anchor only: the newest may turn out to be broken."""
+    def _is_past(self, record: WeightRecord) -> bool:
+        return bool(self._records) and record.version < self._oldest_needed()
+
+    def _oldest_needed(self) -> int:
+        """Needed are what leads on from the live version and, since the newest anchor may be broken, the one before."""
         anchors = self._anchors()
-        if len(anchors) > 2:
-            oldest = anchors[1].version
+        oldest = anchors[1].version if len(anchors) > 1 else -1
+        return oldest if self._reload else min(oldest, self.version + 1)
+
+    def _forget(self) -> None:
+        oldest = self._oldest_needed()
+        if oldest > 0:
             self._records = {v: r for v, r in self._records.items() if v >= oldest}
+
+    def _conflict(self, record: WeightRecord, known: int) -> str:
+        if record.version == 0:
+            return (
+                f"the weights topic begins anew: version 0 has weights {record.weights_hash:016x}, here it had"
+                f" {known:016x}; restart the engine to follow the new versions from their beginning"
+            )
+        return (
+            f"two records of version {record.version}: weights {known:016x}, which counts, and"
+            f" {record.weights_hash:016x}; two trainers write to this topic, or it was written anew"
+        )

@@ -18,6 +18,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateResult",
     "ReadsBack",
+    "Stages",
     "TensorPatch",
     "VersionSpan",
     "WeightUpdate",
@@ -115,4 +116,15 @@ class ReadsBack(Protocol):
         """WeightUpdateError(`live_bits`) unless the live weights hold what `update` says, wherever it says something.
 
         Called inside `paused()` after `apply`, and now and then with everything while tokens flow.
+        """
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """An engine that can do a part of an update's work before the pause."""
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Get ready for `update` while tokens flow: check that it fits (else WeightUpdateError), move it near.
+
+        Writes nothing. The next `apply` is of this same object, or never comes.
         """

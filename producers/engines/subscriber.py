@@ -1,31 +1,38 @@
 """The weights topic -> the engine: stage (fetch, decode, check), pause, apply, verify, resume.
 
-All that can fail happens before the pause, on the subscriber's own copy of the bits (2 bytes a parameter);
-what fails there leaves the engine as it was, serving. What fails after the first write poisons it: it then
-serves nothing until an anchor is loaded. An update that changes no bit needs no pause.
+All that can fail happens before the pause, on the subscriber's own copy of the bits (replica.py); what fails
+there leaves the engine as it was, serving. What fails after the first write poisons it: it then serves nothing
+until an anchor is loaded. An update that changes no bit needs no pause, and one that comes while an operator
+holds the engine takes none: it is applied, and tokens flow when the operator says so.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-import numpy as np
-
-from ...schemas.delta import decode_anchor, decode_delta
 from ...schemas.engine import EngineState, EngineStatus
-from ...schemas.errors import BlobError, EngineError, HeadraceError, WeightUpdateError
-from ...schemas.update import WeightUpdate, apply_update, weights_of
+from ...schemas.errors import (
+    BlobCorruptError,
+    BlobError,
+    BlobNotFoundError,
+    EngineError,
+    HeadraceError,
+    WeightUpdateError,
+)
+from ...schemas.update import WeightUpdate
 from ...schemas.weights import BlobKind, WeightRecord
-from ...streams import metrics
 from ...streams.blobs import BlobRef, BlobStore
-from .follower import Follower, Route
-from .protocol import Engine
+from .follower import Follower, Route, Trouble
+from .pauses import Pauses
+from .protocol import Engine, ReadsBack, Stages
+from .replica import Replica
+from .report import Publish, Report
 
 logger = logging.getLogger(__name__)
 
-Publish = Callable[[EngineStatus], None]
+AUDIT_SECONDS = 300.0
 
 
 class WeightSubscriber:
@@ -41,219 +48,214 @@ class WeightSubscriber:
         url: str | None = None,
         publish: Publish,
         follower: Follower | None = None,
+        pauses: Pauses | None = None,
+        audit_seconds: float = AUDIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`publish` is told of every change of state outside a pause. `wall`: Unix seconds."""
-        self._engine, self._store = engine, store
-        self._engine_id, self._policy_id, self._url = engine_id, policy_id, url
-        self._publish, self._clock, self._wall = publish, clock, wall
+        """`publish` is told of every change of state outside a pause. `wall`: Unix seconds.
+
+        `pauses`: shared with whoever else may pause this engine. `audit_seconds`: between looks at all live weights
+        of an engine that can be looked at while it serves.
+        """
+        self._engine, self._store, self._clock = engine, store, clock
         self._follower = follower if follower is not None else Follower()
-        self._bits: dict[str, np.ndarray] = {}
-        self._hashes: dict[str, int] = {}
-        self._state = EngineState.IDLE
-        self._poisoned = False
-        self._updates = 0
-        self._stage_ms: float | None = None
-        self._apply_ms: float | None = None
-        self._pause_ms: float | None = None
-        self._reason: str | None = None
+        self._pauses = pauses if pauses is not None else Pauses(engine)
+        self._replica = Replica()
+        self._audit_seconds, self._audited = audit_seconds, clock()
+        self._report = Report(
+            engine,
+            self._follower,
+            self._pauses,
+            engine_id=engine_id,
+            policy_id=policy_id,
+            url=url,
+            publish=publish,
+            wall=wall,
+        )
 
     @property
     def version(self) -> int:
         """Live version; -1 before the first."""
         return self._follower.version
 
+    @property
+    def missing(self) -> int | None:
+        """A version whose record has not been seen and without which there is no way on."""
+        return self._follower.missing
+
     def status(self) -> EngineStatus:
         """As of now."""
-        return EngineStatus(
-            engine_id=self._engine_id,
-            policy_id=self._policy_id,
-            state=self._state,
-            version=self._follower.version,
-            weights_hash=None if self._poisoned else self._follower.weights_hash,
-            latest_version=self._follower.latest,
-            updates=self._updates,
-            pause_ms=self._pause_ms,
-            apply_ms=self._apply_ms,
-            stage_ms=self._stage_ms,
-            running=self._engine.running,
-            generated_tokens=self._engine.generated_tokens,
-            url=self._url,
-            reason=self._reason,
-            at_ms=int(self._wall() * 1000),
-        )
+        return self._report.status()
 
     def announce(self) -> None:
         """Publish the status, changed or not."""
-        metrics.engine_running.set(self._engine.running)
-        self._publish(self.status())
+        self._report.announce()
 
     def see(self, records: Iterable[WeightRecord]) -> None:
-        """Records of the weights topic, in their order."""
+        """Records of the weights topic, in any order, repeated or not."""
         for record in records:
-            self._follower.see(record)
+            wrong = self._follower.see(record)
+            if wrong is not None:
+                self._report.wrong(wrong)
 
     def follow(self) -> bool:
         """Take one step towards the newest version; False when there is none to take now."""
+        self._report.announce_hold()
         route = self._follower.next(self._clock())
         if route is None:
             stuck = self._follower.stuck()
-            if stuck is not None and not (self._reason or "").endswith(stuck):
-                self._reason = stuck if self._reason is None else f"{self._reason}; {stuck}"
-                logger.warning("%s", stuck)
-                self.announce()
+            if stuck is not None:
+                self._report.stuck(stuck)
+            self._audit()
             return False
         if not route.from_anchor and route.records[0].weights_hash == self._follower.weights_hash:
-            self._advance(route.records[0])
+            self._advance(Route(route.records[:1], from_anchor=False))
             return True
         staged = self._stage(route)
-        if staged:
-            self._swap(route, staged)
+        if staged is not None:
+            self._swap(*staged)
         return True
 
     def stop(self) -> None:
         """Say that this engine takes no more requests."""
-        self._enter(EngineState.STOPPED)
+        self._report.enter(EngineState.STOPPED)
 
-    def _advance(self, record: WeightRecord) -> None:
-        self._engine.advance(record.version)
+    def _advance(self, route: Route) -> None:
+        """A version whose bits are those that are live."""
+        record = route.records[0]
+        try:
+            with self._pauses.unchanged() as held:
+                if held:  # `advance` takes effect with the next step, and none comes
+                    nothing = WeightUpdate(
+                        version=record.version,
+                        base_version=record.base_version,
+                        patches=(),
+                        weights_hash=record.weights_hash,
+                    )
+                    self._engine.apply(nothing)
+                else:
+                    self._engine.advance(record.version)
+        except HeadraceError as e:
+            self._replica.begin()
+            self._failed(route, e)
+            return
         self._follower.live(record)
-        metrics.engine_version.set(record.version)
-        self.announce()
+        self._report.applied(paused=False, pause_s=0.0, apply_s=None)
 
-    def _stage(self, route: Route) -> list[WeightUpdate]:
-        """Decoded and checked updates for the first records of `route`; the copy of the bits then holds them."""
-        self._enter(EngineState.STAGING)
+    def _stage(self, route: Route) -> tuple[Route, WeightUpdate] | None:
+        """As much of `route` as can be had, fetched, decoded, checked and composed; the replica then holds it."""
+        self._report.enter(EngineState.STAGING)
         began = self._clock()
-        staged: list[WeightUpdate] = []
+        self._replica.begin()
+        updates: list[WeightUpdate] = []
         for index, record in enumerate(route.records):
             kind = route.kind(index)
             try:
-                staged.append(self._decode(record, kind))
+                updates.append(self._replica.stage(record, kind, self._fetch(record, kind)))
             except (BlobError, WeightUpdateError) as e:
-                final = isinstance(e, WeightUpdateError)
-                self._follower.failed(record.version, kind, self._clock(), final=final)
-                self._refused(f"{kind} of version {record.version} refused: {e}")
+                self._follower.failed(record.version, kind, self._clock(), _trouble(e))
+                self._report.refused(f"{kind} of version {record.version} refused: {e}")
                 break
-        self._stage_ms = _ms(self._clock() - began)
-        if not staged:
-            self._enter(EngineState.IDLE)
-        return staged
+        if not updates:
+            self._report.stage_s = self._clock() - began
+            self._report.enter(EngineState.IDLE)
+            return None
+        part = Route(route.records[: len(updates)], route.from_anchor)
+        update = self._replica.composed(updates)
+        if isinstance(self._engine, Stages):
+            try:
+                self._engine.stage(update)
+            except HeadraceError as e:
+                self._failed(part, e)
+                return None
+        self._report.stage_s = self._clock() - began
+        return part, update
 
-    def _decode(self, record: WeightRecord, kind: BlobKind) -> WeightUpdate:
-        if kind is BlobKind.ANCHOR:
-            shapes = {name: bits.shape for name, bits in self._bits.items()} or None
-            update = decode_anchor(
-                self._fetch(record, kind),
-                version=record.version,
-                weights_hash=record.weights_hash,
-                shapes=shapes,
-            )
-            self._bits, self._hashes = weights_of(update), dict(update.hashes)
-            return update
-        assert record.base_version is not None
-        update = decode_delta(
-            self._fetch(record, kind),
-            self._bits,
-            base_version=record.base_version,
-            version=record.version,
-            base_hashes=self._hashes,
-            weights_hash=record.weights_hash,
-        )
-        apply_update(self._bits, update)
-        self._hashes.update(update.hashes)
-        return update
+    def _fetch(self, record: WeightRecord, kind: BlobKind) -> list[bytes]:
+        """Every shard's bytes."""
+        return [self._store.get(BlobRef(b.uri, b.size, b.sha256)) for b in record.blobs_of(kind)]
 
-    def _fetch(self, record: WeightRecord, kind: BlobKind) -> bytes:
-        blobs = record.blobs_of(kind)
-        if len(blobs) != 1:
-            raise WeightUpdateError("shards", f"{len(blobs)} shards; this engine reads one")
-        return self._store.get(BlobRef(blobs[0].uri, blobs[0].size, blobs[0].sha256))
-
-    def _swap(self, route: Route, staged: Sequence[WeightUpdate]) -> None:
-        records = route.records[: len(staged)]
-        self._enter(EngineState.PAUSING)
+    def _swap(self, route: Route, update: WeightUpdate) -> None:
+        self._report.enter(EngineState.PAUSING)
         began = self._clock()
         try:
-            with self._engine.paused():
-                self._write(staged)
-                self._state = EngineState.RESUMING
+            with self._pauses.for_update() as stopped:
+                apply_s = self._write(update)
+                self._report.state = EngineState.RESUMING
         except HeadraceError as e:
-            self._pause_ms = _ms(self._clock() - began)
-            self._failed(route, records, e)
+            self._failed(route, e)
             return
-        self._pause_ms = _ms(self._clock() - began)
-        self._follower.live(records[-1])
-        self._poisoned = False
-        self._updates += 1
-        if staged[-1].version == route.records[-1].version:
-            self._reason = None
-        metrics.engine_updates.labels(result="applied").inc()
-        metrics.engine_pause_seconds.observe(self._pause_ms / 1000)
-        metrics.engine_version.set(records[-1].version)
-        metrics.engine_poisoned.set(0)
-        self._enter(EngineState.IDLE)
-        logger.info(
-            "weights applied version=%d stage_ms=%.1f pause_ms=%.1f apply_ms=%.1f in_flight=%d",
-            records[-1].version,
-            self._stage_ms or 0.0,
-            self._pause_ms,
-            self._apply_ms or 0.0,
-            self._engine.running,
-        )
+        self._follower.live(route.records[-1])
+        self._report.applied(paused=stopped, pause_s=self._clock() - began, apply_s=apply_s)
 
-    def _write(self, staged: Sequence[WeightUpdate]) -> None:
-        """Inside the pause. After the first write every failure poisons the engine before it can go on."""
-        self._state = EngineState.APPLYING
+    def _write(self, update: WeightUpdate) -> float:
+        """Inside the pause: seconds of the write. After its first one every failure poisons, before tokens can flow."""
+        self._report.state = EngineState.APPLYING
         began = self._clock()
-        touched = False
         try:
-            for update in staged:
-                try:
-                    self._engine.apply(update)
-                except WeightUpdateError:
-                    raise  # refused before anything was written
-                except Exception:
-                    touched = True
-                    raise
-                touched = True
-            self._apply_ms = _ms(self._clock() - began)
-            self._state = EngineState.VERIFYING
-            live = self._engine.weights_hash()
-            if live != staged[-1].weights_hash:
-                raise WeightUpdateError("live_hash", f"{live}, expected {staged[-1].weights_hash}")
+            self._engine.apply(update)
+        except WeightUpdateError:
+            raise  # refused before anything was written
         except Exception as e:
-            if touched:
-                self._engine.poison()
-                self._poisoned = True
-            if isinstance(e, HeadraceError):
-                raise
-            raise EngineError(f"{type(e).__name__}: {e}") from e
+            self._poison()
+            raise e if isinstance(e, HeadraceError) else EngineError(f"{type(e).__name__}: {e}") from e
+        took = self._clock() - began
+        self._report.state = EngineState.VERIFYING
+        try:
+            self._verify(update)
+        except Exception as e:
+            self._poison()
+            raise e if isinstance(e, HeadraceError) else EngineError(f"{type(e).__name__}: {e}") from e
+        return took
 
-    def _failed(self, route: Route, records: Sequence[WeightRecord], error: HeadraceError) -> None:
-        """What is live may be anything now, and the copy of the bits is ahead of it: an anchor must come next."""
-        kind = route.kind(len(records) - 1)
-        self._follower.failed(records[-1].version, kind, self._clock(), final=False)
-        self._follower.torn()
-        result = "failed" if self._poisoned else "refused"
-        metrics.engine_updates.labels(result=result).inc()
-        metrics.engine_poisoned.set(int(self._poisoned))
-        self._reason = f"version {records[-1].version} {result}: {error}"
-        logger.error("%s", self._reason)
-        self._enter(EngineState.IDLE)
+    def _verify(self, update: WeightUpdate) -> None:
+        # The replica, with these patches, has the version's hash: what was live had the base's, so looking at what
+        # was written proves the same as a hash of everything, and costs a pass over the patches alone.
+        if isinstance(self._engine, ReadsBack):
+            self._engine.verify(update)
+            return
+        live = self._engine.weights_hash()
+        if live != update.weights_hash:
+            raise WeightUpdateError("live_hash", f"{live}, expected {update.weights_hash}")
 
-    def _refused(self, reason: str) -> None:
-        metrics.engine_updates.labels(result="refused").inc()
-        self._reason = reason
-        logger.warning("%s", reason)
+    def _audit(self) -> None:
+        """Now and then, all live weights against the replica, while tokens flow; what differs serves no longer."""
+        follower = self._follower
+        due = self._clock() - self._audited >= self._audit_seconds
+        if not due or follower.needs_anchor or not isinstance(self._engine, ReadsBack):
+            return
+        assert follower.weights_hash is not None
+        try:
+            self._engine.verify(self._replica.whole(follower.version, follower.weights_hash))
+        except WeightUpdateError as e:
+            with self._pauses.for_update():
+                self._poison()
+            follower.torn()
+            self._report.failed(f"version {follower.version} is live no longer: {e}")
+        except HeadraceError as e:
+            logger.warning("the live weights could not be looked at: %s", e)
+        self._audited = self._clock()
 
-    def _enter(self, state: EngineState) -> None:
-        # Whoever looks for an engine to ask must see that this one refuses, whatever it does about it meanwhile.
-        healing = self._poisoned and state is not EngineState.STOPPED
-        self._state = EngineState.POISONED if healing else state
-        self.announce()
+    def _poison(self) -> None:
+        self._engine.poison()
+        self._report.poisoned = True
+
+    def _failed(self, route: Route, error: HeadraceError) -> None:
+        """The engine did not take it: it is torn and needs an anchor, or it is as it was and so must the replica be."""
+        poisoned = self._report.poisoned
+        reason = error.reason if isinstance(error, WeightUpdateError) else None
+        # Of several composed versions any may be the one that does not fit: fewer are tried next.
+        never = reason not in (None, "base_version") and len(route.records) == 1 and not poisoned
+        newest = route.records[-1].version
+        trouble = Trouble.BAD if never else Trouble.AWAY
+        self._follower.failed(newest, route.kind(len(route.records) - 1), self._clock(), trouble)
+        if poisoned or reason == "base_version" or not self._replica.undo():
+            self._follower.torn()
+        self._report.failed(f"version {newest} {'failed' if poisoned else 'refused'}: {error}")
 
 
-def _ms(seconds: float) -> float:
-    return seconds * 1000.0
+def _trouble(error: BlobError | WeightUpdateError) -> Trouble:
+    if isinstance(error, WeightUpdateError):
+        return Trouble.BAD
+    return Trouble.GONE if isinstance(error, BlobNotFoundError | BlobCorruptError) else Trouble.AWAY

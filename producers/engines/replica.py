@@ -1,0 +1,135 @@
+"""The subscriber's own copy of the bits: what a delta is decoded against, and what live weights are checked with.
+
+It costs the model's size once more in the host's memory (2 bytes a parameter for bf16). It runs ahead of the
+engine while an update is staged, and goes back where the engine refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...schemas.delta import decode_anchor, decode_delta
+from ...schemas.errors import WeightUpdateError
+from ...schemas.update import TensorPatch, WeightUpdate, apply_update, weights_of
+from ...schemas.weights import BlobKind, WeightRecord
+
+_Undo = tuple[str, np.ndarray | None, np.ndarray]
+"""Tensor, flat positions (None: all), the bits that stood there."""
+
+
+class Replica:
+    """Bits and hashes of the newest staged version."""
+
+    def __init__(self) -> None:
+        self._bits: dict[str, np.ndarray] = {}
+        self._hashes: dict[str, int] = {}
+        self._undo: list[_Undo] = []
+        self._old_hashes: dict[str, int] = {}
+        self._from_anchor = False
+
+    @property
+    def empty(self) -> bool:
+        """True before the first anchor."""
+        return not self._bits
+
+    def begin(self) -> None:
+        """The bits are what is live: from here on `undo` comes back to them."""
+        self._undo, self._old_hashes, self._from_anchor = [], dict(self._hashes), False
+
+    def stage(self, record: WeightRecord, kind: BlobKind, shards: Sequence[bytes]) -> WeightUpdate:
+        """Decode the blobs of `record`, check them, and take their bits over. Raises WeightUpdateError, changing nothing."""
+        if len(shards) != 1:
+            raise WeightUpdateError("shards", f"{len(shards)} shards; this engine reads one")
+        if kind is BlobKind.ANCHOR:
+            return self._stage_anchor(record, shards[0])
+        assert record.base_version is not None
+        update = decode_delta(
+            shards[0],
+            self._bits,
+            base_version=record.base_version,
+            version=record.version,
+            base_hashes=self._hashes,
+            weights_hash=record.weights_hash,
+        )
+        if not self._from_anchor:
+            self._remember(update)
+        apply_update(self._bits, update)
+        self._hashes.update(update.hashes)
+        return update
+
+    def undo(self) -> bool:
+        """Back to what was live at `begin`; False where an anchor has replaced it all."""
+        if self._from_anchor:
+            return False
+        for name, indices, old in reversed(self._undo):
+            self._bits[name].reshape(-1)[slice(None) if indices is None else indices] = old
+        self._hashes, self._undo = dict(self._old_hashes), []
+        return True
+
+    def whole(self, version: int, weights_hash: int) -> WeightUpdate:
+        """All bits as an anchor's update; its arrays are views that change with the next `stage`."""
+        patches = (
+            TensorPatch(name=name, shape=bits.shape, indices=None, bits=bits.reshape(-1))
+            for name, bits in self._bits.items()
+        )
+        return WeightUpdate(
+            version=version, patches=tuple(patches), weights_hash=weights_hash, hashes=dict(self._hashes)
+        )
+
+    def composed(self, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+        """One update with the effect of the staged `updates` in their order."""
+        if self._from_anchor:
+            return self.whole(updates[-1].version, updates[-1].weights_hash)
+        if len(updates) == 1:
+            return updates[0]
+        return compose(updates)
+
+    def _stage_anchor(self, record: WeightRecord, blob: bytes) -> WeightUpdate:
+        update = decode_anchor(
+            blob,
+            version=record.version,
+            weights_hash=record.weights_hash,
+            shapes={name: bits.shape for name, bits in self._bits.items()} or None,
+        )
+        self._bits, self._hashes = weights_of(update), dict(update.hashes)
+        self._undo, self._from_anchor = [], True
+        return update
+
+    def _remember(self, update: WeightUpdate) -> None:
+        for patch in update.patches:
+            flat = self._bits[patch.name].reshape(-1)
+            old = flat.copy() if patch.indices is None else flat[patch.indices]
+            self._undo.append((patch.name, patch.indices, old))
+
+
+def compose(updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    """The one update with the effect of `updates`, each of which goes on top of the one before."""
+    last: dict[str, TensorPatch] = {}
+    hashes: dict[str, int] = {}
+    for update in updates:
+        hashes.update(update.hashes)
+        for patch in update.patches:
+            before = last.get(patch.name)
+            last[patch.name] = patch if before is None or patch.indices is None else _over(before, patch)
+    return WeightUpdate(
+        version=updates[-1].version,
+        base_version=updates[0].base_version,
+        patches=tuple(last.values()),
+        weights_hash=updates[-1].weights_hash,
+        hashes=hashes,
+    )
+
+
+def _over(before: TensorPatch, patch: TensorPatch) -> TensorPatch:
+    assert patch.indices is not None
+    if before.indices is None:
+        bits = before.bits.copy()
+        bits[patch.indices] = patch.bits
+        return TensorPatch(name=patch.name, shape=patch.shape, indices=None, bits=bits, dtype=patch.dtype)
+    indices = np.union1d(before.indices, patch.indices)
+    bits = np.empty(len(indices), dtype=patch.bits.dtype)
+    bits[np.searchsorted(indices, before.indices)] = before.bits
+    bits[np.searchsorted(indices, patch.indices)] = patch.bits
+    return TensorPatch(name=patch.name, shape=patch.shape, indices=indices, bits=bits, dtype=patch.dtype)
