@@ -75,6 +75,19 @@ def main() -> None:
         sys.exit(CONFIG if isinstance(e, ConfigError) else FENCED if isinstance(e, FencedError) else 1)
     except Interrupted as e:
         sys.exit(e.exit_status)
+    except Exception as e:
+        if not _from_kafka(e):
+            raise
+        print_error(
+            f"Kafka: {type(e).__name__}: {e}: is the broker up? `headrace broker status`, `headrace status`"
+        )
+        sys.exit(1)
+
+
+def _from_kafka(error: Exception) -> bool:
+    # Looked up where it is loaded already: importing it here would cost every `--help` a moment.
+    errors = sys.modules.get("kafka.errors")
+    return errors is not None and isinstance(error, errors.KafkaError)
 
 
 if __name__ == "__main__":

@@ -75,3 +75,6 @@ def feedback_send(
         typer.echo(f"sent {len(events)} {'outcome' if len(events) == 1 else 'outcomes'}")
         if not loaded.feedback.on:
             typer.echo("nothing waits for them: set feedback.enabled = true (or feedback.signals)", err=True)
+    for name in sorted({f.name for f in events} - loaded.feedback.names) if loaded.feedback.on else ():
+        known = ", ".join(sorted(loaded.feedback.names))
+        typer.echo(f"no reward reads the signal {name!r}, it is kept only; known: {known}", err=True)

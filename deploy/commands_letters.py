@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -102,7 +102,7 @@ def show(
         key = None if record.key is None else record.key.hex()
         print_json({**_plain(item), "headers": headers, "key_hex": key, "value_hex": value})
         return
-    for name, text in _plain(item).items():
+    for name, text in _told(item).items():
         typer.echo(f"{name:14} {text}")
     typer.echo("\nheaders")
     for name, text in headers:
@@ -110,6 +110,13 @@ def show(
     typer.echo(f"\nkey    {record.key!r}\nvalue  {item.size} bytes")
     typer.echo("\n".join(hex_lines(record.value or b"")))
     typer.echo(f"\nonce the cause is mended: headrace deadletters requeue {number}")
+
+
+def _told(item: Letter) -> dict[str, Any]:
+    """The facts as a person reads them."""
+    plain = _plain(item)
+    at = datetime.fromtimestamp(plain.pop("at_ms") / 1000, UTC).isoformat(sep=" ", timespec="seconds")
+    return {"at": at} | plain | {"settled": plain["settled"] or "no"}
 
 
 def requeue(

@@ -94,6 +94,7 @@ def run(
     ):
         stack = Stack(plan, tick=screen.phase, hurry=interrupts.hurry)
         screen.roles = lambda: stack.roles
+        screen.tell(f"the run is in {run_dir}; logs in {run_dir / 'logs'}")
         follower: Follower | None = None
         try:
             stack.start()

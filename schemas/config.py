@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -96,8 +97,46 @@ class PolicyConfig(Section):
         return checked_name(value, what="policy.id")
 
 
+class SglangConfig(Section):
+    """Of engine.kind "sglang": how to drive a server that somebody else has started."""
+
+    pause_mode: Literal["in_place", "retract", "abort"] | None = None
+    """Requests in flight at an update: `in_place` keeps them and their cache, `retract` computes their cache again,
+    `abort` ends them. None: in_place for kv_policy stale, retract for recompute."""
+    checkpoint_dir: Path | None = None
+    """A folder that the server sees under the same path, with room for the weights; None: one in /dev/shm."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the server's --api-key."""
+    api_key_file: Path | None = None
+    """Or a file that holds it."""
+    admin_key_env: str | None = None
+    """The same for --admin-api-key, where the server has one."""
+    admin_key_file: Path | None = None
+    stream: bool = False
+    """Read tokens as they come: they are counted at once, at the price of more traffic."""
+    verify_tensors: Annotated[int, Field(ge=0)] = 4
+    """Changed tensors whose first rows are read back from the server after each update."""
+    control_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Limit of one control call."""
+    load_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Limit of the server's load of the weights."""
+    watch_seconds: Annotated[float, Field(gt=0)] = 5.0
+    """How often the server is asked for its version: a restarted one has old weights and gets ours again."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SglangConfig:
+        for what in ("api_key", "admin_key"):
+            if getattr(self, f"{what}_env") is not None and getattr(self, f"{what}_file") is not None:
+                raise ValueError(f"set {what}_env or {what}_file, not both")
+        return self
+
+
 class EngineConfig(Section):
-    kind: Literal["transformers", "scripted"] = "transformers"
+    kind: Literal["transformers", "scripted", "sglang"] = "transformers"
+    """`sglang` drives the server at `url`; it has been tested against a stub, not on a real SGLang."""
+    url: str | None = None
+    """http://host:port of the server that an engine of kind `sglang` drives."""
+    sglang: SglangConfig = SglangConfig()
     count: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -112,6 +151,16 @@ class EngineConfig(Section):
     cache_tokens: Annotated[int, Field(ge=256)] = 65536
     """Size of the paged key-value cache."""
     threads: Annotated[int, Field(ge=1)] = 1
+
+    @field_validator("url")
+    @classmethod
+    def _server(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ValueError("write http://host:port; a key belongs into engine.sglang.api_key_env")
+        return value.rstrip("/")
 
 
 class RolloutConfig(Section):
@@ -184,6 +233,11 @@ class FeedbackConfig(Section):
     def on(self) -> bool:
         """Whether scores wait."""
         return self.enabled or bool(self.signals)
+
+    @property
+    def names(self) -> set[str]:
+        """The signals that count: those waited for, those with a weight, and `reward`."""
+        return {*self.signals, *self.weights, "reward"}
 
     @property
     def extension_ms(self) -> int:
