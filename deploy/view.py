@@ -87,6 +87,8 @@ def _facts(history: History, seconds: float, phase: str) -> list[tuple[str, Rend
 
 def engine_word(engine: EngineStatus) -> str:
     """What people are told of an engine: between updates it is idle in following the weights, not in serving."""
+    if engine.held and engine.state not in (EngineState.POISONED, EngineState.STOPPED):
+        return "paused by an operator"
     if engine.state is not EngineState.IDLE:
         return engine.state.value
     return "serving" if engine.version >= 0 else "waiting for weights"
@@ -137,7 +139,8 @@ def status_view(status: Status, restarts: Counts | None = None) -> RenderableTyp
     )
     for e in status.engines:
         pause = "-" if e.pause_ms is None else f"{e.pause_ms:.1f} ms"
-        engines.add_row(e.engine_id, engine_word(e), str(e.version), str(e.running), str(e.updates), pause)
+        version = f"{e.version} ({e.behind} behind)" if e.behind else str(e.version)
+        engines.add_row(e.engine_id, engine_word(e), version, str(e.running), str(e.updates), pause)
     head = f"{status.namespace} / {status.policy_id} at {status.bootstrap}: version "
     head += "none yet" if status.version is None else f"{status.version}, {status.version_age_s:.1f} s old"
     parts: list[RenderableType] = [

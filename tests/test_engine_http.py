@@ -274,10 +274,37 @@ def test_health_and_info_say_what_is_served():
                 assert response.status == 503
             engine._version = 4
             async with session.get(f"{client.url}/health") as response:
-                assert response.status == 200 and await response.json() == {"healthy": True, "version": 4}
+                said = {"healthy": True, "version": 4, "paused": False}
+                assert response.status == 200 and await response.json() == said
             info = await client.info()
             assert info["version"] == 4 and info["vocab_size"] == 64 and info["engine_id"] == "e"
             assert info["logprobs_mode"] == "processed"
+
+    asyncio.run(main())
+
+
+def test_an_operators_pause_stops_tokens_until_it_is_ended_and_loses_no_request():
+    async def main():
+        engine = ScriptedEngine(version=0)
+        async with serving(engine) as (_, client), aiohttp.ClientSession() as session:
+
+            async def tell(what: str) -> dict:
+                async with session.post(f"{client.url}/{what}") as response:
+                    assert response.status == 200
+                    return await response.json()
+
+            assert await tell("resume") == {"paused": False, "version": 0}  # nothing to end
+            turn = asyncio.create_task(client.generate(ask(max_tokens=3000)))
+            await until(lambda: engine.generated_tokens > 10)
+            for _ in range(2):  # a second operator's changes nothing
+                assert await tell("pause") == {"paused": True, "version": 0}
+            before = engine.generated_tokens
+            late = asyncio.create_task(client.generate(ask(1)))
+            await until(lambda: engine.running == 2)
+            assert (await client.info())["paused"] is True
+            assert engine.generated_tokens == before < 3000
+            assert (await tell("resume"))["paused"] is False
+            assert len((await turn).token_ids) == 3000 and len((await late).token_ids) == 5
 
     asyncio.run(main())
 

@@ -96,6 +96,10 @@ class WeightsFeed:
             elif time.monotonic() - silent_since > SILENT_SECONDS:
                 return
 
+    def rewind(self) -> None:
+        """Read the topic from its beginning again: what is known already changes nothing."""
+        self._consumer.seek_to_beginning(self._partition)
+
     def poll(self) -> list[WeightRecord]:
         """What has arrived; where nothing has, this takes IDLE_SECONDS."""
         decoded = []

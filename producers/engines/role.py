@@ -21,6 +21,7 @@ from ...schemas.errors import ConfigError
 from ...streams import metrics
 from ...streams.blobs import BlobStore
 from .feed import StatusProducer, WeightsFeed
+from .pauses import Pauses
 from .protocol import Engine
 from .scripted import ScriptedEngine
 from .server import EngineServer, HttpServer, bind, url_of
@@ -29,12 +30,15 @@ from .subscriber import WeightSubscriber
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_SECONDS = 3.0
+LOOK_BACK_SECONDS = (1.0, 60.0)
+"""Between readings of the whole topic in search of a version that is not there: the first, doubled, and the longest."""
 
 
 def main(config: Config, engine_id: str = "engine-0") -> int:
     """Serve until SIGTERM or SIGINT. Exit status 1: the engine or the subscriber ended by itself."""
     listening = bind(config.engine.host, config.engine.port)
     engine = make_engine(config, engine_id)
+    pauses = Pauses(engine)
     status = None
     try:
         metrics.serve(config.metrics.host, config.metrics.port)
@@ -46,14 +50,16 @@ def main(config: Config, engine_id: str = "engine-0") -> int:
             policy_id=config.policy.id,
             url=url_of(listening),
             publish=status.publish,
+            pauses=pauses,
         )
         following = Following(subscriber, lambda: WeightsFeed(config, engine_id, status))
-        app = EngineServer(engine, info=lambda: _facts(subscriber)).app
+        app = EngineServer(engine, info=lambda: _facts(subscriber), pauses=pauses).app
         metrics.role_up.labels(role="engine").set(1)
         logger.info("engine serves engine_id=%s url=%s", engine_id, url_of(listening))
-        return asyncio.run(_serve(HttpServer(app), listening, engine, following))
+        return asyncio.run(_serve(HttpServer(app), listening, engine, following, pauses))
     finally:
         metrics.role_up.labels(role="engine").set(0)
+        pauses.release()
         engine.close()
         listening.close()
         if status is not None:
@@ -118,18 +124,26 @@ class Following:
         self._subscriber.announce()
         for records in feed.backlog():
             self._subscriber.see(records)
-        announced = time.monotonic()
+        announced = looked = time.monotonic()
+        patience, longest = LOOK_BACK_SECONDS
         while not self._stopping.is_set():
             while not self._stopping.is_set() and self._subscriber.follow():
                 announced = time.monotonic()
+                patience = LOOK_BACK_SECONDS[0]
             self._subscriber.see(feed.poll())
+            if self._subscriber.missing is not None and time.monotonic() - looked >= patience:
+                logger.warning("version %d is missing: the topic is read again", self._subscriber.missing)
+                feed.rewind()
+                looked, patience = time.monotonic(), min(2 * patience, longest)
             if time.monotonic() - announced >= ANNOUNCE_SECONDS:
                 self._subscriber.announce()
                 announced = time.monotonic()
         self._subscriber.stop()
 
 
-async def _serve(server: HttpServer, listening: Any, engine: Engine, following: Following) -> int:
+async def _serve(
+    server: HttpServer, listening: Any, engine: Engine, following: Following, pauses: Pauses
+) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -148,6 +162,7 @@ async def _serve(server: HttpServer, listening: Any, engine: Engine, following: 
             metrics.engine_tokens.inc(max(0, tokens - counted))
             counted = max(counted, tokens)
     await asyncio.to_thread(following.stop)
+    await asyncio.to_thread(pauses.release)
     await asyncio.to_thread(engine.close)
     server.should_exit = True
     await serving
@@ -165,6 +180,7 @@ def _facts(subscriber: WeightSubscriber) -> dict[str, Any]:
         "state": s.state.value,
         "weights_hash": s.weights_hash,
         "latest_version": s.latest_version,
+        "behind": s.behind,
         "updates": s.updates,
         "reason": s.reason,
     }

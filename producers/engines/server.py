@@ -1,5 +1,6 @@
 """An engine over HTTP on loopback: batches of requests in, results streamed out as they finish.
 
+POST /pause and /resume are the operator's: between them nothing is sampled, requests wait, and updates are applied.
 There is no authentication, hence loopback only. A client that goes away aborts what it asked for.
 """
 
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...schemas.errors import ConfigError, EngineError
 from . import wire
+from .pauses import Pauses
 from .protocol import Engine, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -34,14 +36,18 @@ Info = Callable[[], dict[str, Any]]
 class EngineServer:
     """The HTTP interface of one engine; `app` is the ASGI application."""
 
-    def __init__(self, engine: Engine, *, info: Info | None = None) -> None:
+    def __init__(self, engine: Engine, *, info: Info | None = None, pauses: Pauses | None = None) -> None:
+        """`pauses`: the ones that the engine's subscriber takes part in."""
         self._engine = engine
+        self._pauses = pauses if pauses is not None else Pauses(engine)
         self._info = info if info is not None else dict
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
         self.app = Starlette(
             routes=[
                 Route("/generate", self._generate, methods=["POST"]),
                 Route("/abort", self._abort, methods=["POST"]),
+                Route("/pause", self._pause, methods=["POST"]),
+                Route("/resume", self._resume, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/info", self._describe),
             ]
@@ -105,11 +111,26 @@ class EngineServer:
             task.cancel()
         return JSONResponse({"aborted": len(tasks)})
 
+    async def _pause(self, request: Request) -> Response:
+        return await self._answer_to(self._pauses.hold)
+
+    async def _resume(self, request: Request) -> Response:
+        return await self._answer_to(self._pauses.release)
+
+    async def _answer_to(self, act: Callable[[], None]) -> Response:
+        """`act` waits for the running step, or for the update in it, so it has a thread of its own."""
+        try:
+            await asyncio.to_thread(act)
+        except EngineError as e:
+            return JSONResponse({"error": str(e)}, status_code=503)
+        return JSONResponse({"paused": self._pauses.held, "version": self._engine.version})
+
     async def _health(self, request: Request) -> Response:
         torn = self._info().get("state") == "poisoned"
         healthy = self._engine.alive and self._engine.version >= 0 and not torn
         return JSONResponse(
-            {"healthy": healthy, "version": self._engine.version}, status_code=200 if healthy else 503
+            {"healthy": healthy, "version": self._engine.version, "paused": self._pauses.held},
+            status_code=200 if healthy else 503,
         )
 
     async def _describe(self, request: Request) -> Response:
@@ -120,6 +141,7 @@ class EngineServer:
             "generated_tokens": e.generated_tokens,
             "vocab_size": e.vocab_size,
             "logprobs_mode": e.logprobs_mode,
+            "paused": self._pauses.held,
         }
         return JSONResponse({**facts, **self._info()})
 

@@ -142,7 +142,10 @@ class EnginePool:
         able = {
             i: k
             for i, k in self._known.items()
-            if k.status.state not in _UNABLE and k.status.version >= 0 and k.shunned_until <= now
+            if k.status.state not in _UNABLE
+            and not k.status.held
+            and k.status.version >= 0
+            and k.shunned_until <= now
         }
         if prefer in able:
             return prefer
