@@ -29,5 +29,6 @@ def test_samples_come_through_beside_a_pass_through_and_no_topic_is_left(
     assert found["samples_per_s"] > 0 and found["passthrough_per_s"] > 0
     assert found["ratio"] == pytest.approx(found["samples_per_s"] / found["passthrough_per_s"], abs=0.01)
     assert found["three_workers_per_s"] is None
+    assert 0 < found["bound_ratio"] < 0.5, "two hops can never be faster than half of one"
     with closing(make_admin(kafka_broker.config)) as admin:
         assert not [name for name in admin.list_topics() if name.startswith("bench")]

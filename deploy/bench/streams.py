@@ -26,7 +26,7 @@ from ...schemas.errors import BrokerError
 from ...schemas.topics import SAMPLES, SCORES, TRAJECTORIES, Topics
 from ...streams.kafka import closing, create_topics, make_admin, make_consumer, make_producer
 from ..processes import spawn, stop, tail
-from . import thin
+from . import parts, thin
 
 POLICY = "bench"
 MIB = 1024 * 1024
@@ -80,6 +80,7 @@ class Bench:
             "partitions": self.load.partitions,
             "record_bytes": len(next(iter(self._records(1)))[1]),
             "tokens": self.load.tokens,
+            **parts.bound(parts.work_us(tokens=self.load.tokens), passed),
         }
 
     def memory(self, *, total: int, every: int) -> dict[str, Any]:
