@@ -31,9 +31,10 @@ NO_KAFKA = "no Apache Kafka: set KAFKA_HOME to an unpacked release (kafka.apache
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that uses Kafka by name carries the marker too."""
+    """A test that uses Kafka by name, or where it is the best broker, carries the marker too."""
+    kafka = {"kafka_broker", "kafka_cluster"} | ({"best_broker"} if os.environ.get("KAFKA_HOME") else set())
     for item in items:
-        if {"kafka_broker", "kafka_cluster"} & set(getattr(item, "fixturenames", ())):
+        if kafka & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.kafka)
 
 
