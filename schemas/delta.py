@@ -1,20 +1,23 @@
 """Weights between two versions, without loss: anchors hold everything, deltas what changed.
 
-A delta is one Arrow IPC stream with a row per changed tensor; an anchor is a safetensors file. Decoding
-checks everything (versions, hashes, names, shapes, positions, sizes) and writes nothing.
+A delta is one Arrow IPC stream with a row per changed range of a tensor (delta_rows.py); an anchor is a
+safetensors file. Decoding checks everything (versions, hashes, names, formats, shapes, positions, sizes) and
+writes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import BinaryIO
 
-import numpy as np
-import pyarrow as pa
-
-from . import bitcodec
 from .anchor import decode_anchor, encode_anchor
+from .compose import compose, merge
+from .delta_decode import decode_rows
+from .delta_encode import Change, DeltaTotals, write_delta
+from .delta_rows import DELTA_SCHEMA, FORMAT, Row, RowReader
+from .dtypes import Dtypes, dtype_of
 from .errors import WeightUpdateError
 from .update import (
     TensorPatch,
@@ -23,39 +26,31 @@ from .update import (
     apply_update,
     check_same_tensors,
     expect,
-    unknown_tensor,
     weights_of,
 )
-from .weight_hash import replace_entry, set_hash, tensor_hashes, update_hash
+from .weight_hash import replace_entry, set_hash, tensor_hashes
 
 __all__ = [
+    "DELTA_SCHEMA",
+    "FORMAT",
+    "Change",
+    "DeltaTotals",
     "EncodedDelta",
     "TensorPatch",
     "WeightUpdate",
     "Weights",
     "apply_update",
+    "compose",
     "decode_anchor",
     "decode_delta",
+    "decode_shards",
     "encode_anchor",
     "encode_delta",
+    "merge",
+    "read_patches",
     "weights_of",
+    "write_delta",
 ]
-
-FORMAT = "headrace-delta/1"
-
-DELTA_SCHEMA = pa.schema(
-    [
-        pa.field("name", pa.string(), nullable=False),
-        pa.field("shape", pa.list_(pa.int64()), nullable=False),
-        pa.field("codec", pa.string(), nullable=False),
-        pa.field("nnz", pa.int64(), nullable=False),
-        pa.field("gap", pa.large_binary(), nullable=False),
-        pa.field("val", pa.large_binary(), nullable=False),
-        pa.field("esc", pa.large_binary(), nullable=False),
-        pa.field("base_hash", pa.uint64(), nullable=False),
-        pa.field("new_hash", pa.uint64(), nullable=False),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,144 +73,162 @@ def encode_delta(
     base_version: int,
     version: int,
     base_hashes: Mapping[str, int] | None = None,
+    dtypes: Dtypes | None = None,
+    threads: int = 1,
 ) -> EncodedDelta:
     """What leads from `base` to `new`, which must have the same names and shapes (else WeightUpdateError).
 
-    `base_hashes`: the tensor hashes of `base` where they are known; without them all of `base` is hashed.
+    `base_hashes`: the tensor hashes of `base` where they are known; without them all of `base` is hashed. Arrays of
+    `new` may also be float32, to be rounded. A model too large for this: `write_delta`.
     """
     check_same_tensors({n: b.shape for n, b in base.items()}, {n: b.shape for n, b in new.items()})
-    hashes = dict(tensor_hashes(base) if base_hashes is None else base_hashes)
-    base_hash = set_hash(base, hashes)
-    rows, count = [], 0
-    for name in sorted(base):
-        old_bits, new_bits = base[name].reshape(-1), new[name].reshape(-1)
-        indices = bitcodec.changed(old_bits, new_bits)
-        if not len(indices):
-            continue
-        packed = bitcodec.pack(indices, old_bits, new_bits)
-        before = hashes[name]
-        hashes[name] = update_hash(before, indices, old_bits[indices], new_bits[indices])
-        count += len(indices)
-        rows.append(
-            {
-                "name": name,
-                "shape": list(base[name].shape),
-                "codec": packed.codec.value,
-                "nnz": packed.nnz,
-                "gap": packed.gap,
-                "val": packed.val,
-                "esc": packed.esc,
-                "base_hash": before,
-                "new_hash": hashes[name],
-            }
+    changes = (
+        Change(
+            name=name,
+            old=base[name],
+            new=new[name],
+            dtype=dtype_of(name, base[name], dtypes),
+            base_hash=None if base_hashes is None else base_hashes[name],
         )
-    weights_hash = set_hash(new, hashes)
-    metadata: dict[str, str | int] = {
-        "format": FORMAT,
-        "base_version": base_version,
-        "version": version,
-        "base_hash": base_hash,
-        "weights_hash": weights_hash,
-    }
+        for name in sorted(base)
+    )
+    sink = io.BytesIO()
+    totals = write_delta(sink, changes, base_version=base_version, version=version, threads=threads)
+    assert totals.base_hash is not None and totals.weights_hash is not None
     return EncodedDelta(
-        blob=_write(rows, metadata),
-        changed=count,
-        base_hash=base_hash,
-        weights_hash=weights_hash,
-        hashes=hashes,
+        blob=sink.getvalue(),
+        changed=totals.changed,
+        base_hash=totals.base_hash,
+        weights_hash=totals.weights_hash,
+        hashes=totals.hashes,
     )
 
 
 def decode_delta(
-    blob: bytes,
+    blob: bytes | memoryview,
     base: Weights,
     *,
     base_version: int,
     version: int | None = None,
     base_hashes: Mapping[str, int] | None = None,
     weights_hash: int | None = None,
+    dtypes: Dtypes | None = None,
+    threads: int = 1,
 ) -> WeightUpdate:
     """The update in `blob`, fit for exactly `base`. Raises WeightUpdateError; `base` is only read.
 
     `version`, `weights_hash`: what the weight record promises. `base_hashes`: the tensor hashes of `base`
     where they are known; without them all of `base` is hashed.
     """
-    table, metadata = _read(blob)
-    expect("base_version", metadata["base_version"], base_version)
-    if version is not None:
-        expect("version", metadata["version"], version)
+    reader = RowReader(blob)
+    _check_header(reader, base_version, version, shards=1)
+    rows = list(reader)
+    assert reader.footer is not None
     if weights_hash is not None:
-        expect("weights_hash", metadata["weights_hash"], weights_hash)
-    hashes = tensor_hashes(base) if base_hashes is None else base_hashes
-    total = set_hash(base, hashes)
-    expect("base_hash", metadata["base_hash"], total)
-    patches: dict[str, TensorPatch] = {}
-    for row in table:
-        name = row["name"]
-        if name in patches:
-            raise WeightUpdateError("duplicate_tensor", name)
-        patches[name] = _patch(row, base, hashes)
-        total = replace_entry(total, name, base[name].shape, hashes[name], row["new_hash"])
-    expect("result_hash", total, metadata["weights_hash"])
+        expect("weights_hash", reader.footer.weights_hash, weights_hash)
+    hashes = tensor_hashes(base, dtypes) if base_hashes is None else base_hashes
+    expect("base_hash", reader.footer.base_hash, set_hash(base, hashes))
+    update = _update(reader, rows, base, hashes, dtypes, whole=True, threads=threads)
+    expect("result_hash", update.weights_hash, reader.footer.weights_hash)
+    return update
+
+
+def decode_shards(
+    blobs: Sequence[bytes | memoryview],
+    base: Weights,
+    *,
+    base_version: int,
+    version: int | None = None,
+    base_hashes: Mapping[str, int] | None = None,
+    weights_hash: int | None = None,
+    dtypes: Dtypes | None = None,
+    threads: int = 1,
+) -> WeightUpdate:
+    """The update that all shards of a version make together: `decode_delta` for any number of ranks.
+
+    `blobs`: in shard order. `base`: whole tensors, whatever the ranks held of them.
+    """
+    if len(blobs) == 1 and RowReader(blobs[0]).header.shards == 1:
+        return decode_delta(
+            blobs[0],
+            base,
+            base_version=base_version,
+            version=version,
+            base_hashes=base_hashes,
+            weights_hash=weights_hash,
+            dtypes=dtypes,
+            threads=threads,
+        )
+    hashes = tensor_hashes(base, dtypes) if base_hashes is None else base_hashes
+    updates = []
+    for number, blob in enumerate(blobs):
+        reader = RowReader(blob)
+        _check_header(reader, base_version, version, shards=len(blobs), shard=number)
+        updates.append(_update(reader, reader, base, hashes, dtypes, whole=False, threads=threads))
+    return merge(updates, base, base_hashes=hashes, weights_hash=weights_hash)
+
+
+def read_patches(
+    source: BinaryIO,
+    base: Weights,
+    *,
+    base_version: int,
+    version: int | None = None,
+    base_hashes: Mapping[str, int],
+    weights_hash: int | None = None,
+    dtypes: Dtypes | None = None,
+    threads: int = 1,
+) -> Iterator[tuple[TensorPatch, int]]:
+    """(patch, its tensor hash afterwards), tensor by tensor, from a file too large for memory.
+
+    What is wrong with the whole (a wrong total, a cut-off end) is known only when it is exhausted: run through it
+    once to validate, `base` being only read, and apply on a second run. Raises WeightUpdateError.
+    """
+    reader = RowReader(source)
+    _check_header(reader, base_version, version, shards=1)
+    before = total = set_hash(base, base_hashes)
+    for patch, h in decode_rows(reader, base, base_hashes, dtypes=dtypes, whole=True, threads=threads):
+        total = replace_entry(total, patch.name, patch.shape, base_hashes[patch.name], h)
+        yield patch, h
+    assert reader.footer is not None
+    expect("base_hash", reader.footer.base_hash, before)
+    expect("result_hash", total, reader.footer.weights_hash)
+    if weights_hash is not None:
+        expect("weights_hash", total, weights_hash)
+
+
+def _update(
+    reader: RowReader,
+    rows: RowReader | Sequence[Row],
+    base: Weights,
+    hashes: Mapping[str, int],
+    dtypes: Dtypes | None,
+    *,
+    whole: bool,
+    threads: int,
+) -> WeightUpdate:
+    total, patches, after = set_hash(base, hashes), [], {}
+    for patch, h in decode_rows(rows, base, hashes, dtypes=dtypes, whole=whole, threads=threads):
+        total = replace_entry(total, patch.name, patch.shape, hashes[patch.name], h)
+        patches.append(patch)
+        after[patch.name] = h
     return WeightUpdate(
-        version=metadata["version"],
-        base_version=base_version,
-        patches=tuple(patches.values()),
+        version=reader.header.version,
+        base_version=reader.header.base_version,
+        patches=tuple(patches),
         weights_hash=total,
-        hashes={row["name"]: row["new_hash"] for row in table},
+        hashes=after,
     )
 
 
-def _patch(row: Mapping[str, Any], base: Weights, hashes: Mapping[str, int]) -> TensorPatch:
-    name, shape = row["name"], tuple(row["shape"])
-    if name not in base:
-        raise WeightUpdateError("unknown_tensor", unknown_tensor(name, base))
-    if shape != base[name].shape:
-        raise WeightUpdateError("shape", f"{name} is {list(base[name].shape)}, the delta says {list(shape)}")
-    expect("tensor_base_hash", row["base_hash"], hashes[name], name)
-    try:
-        codec = bitcodec.Codec(row["codec"])
-    except ValueError:
-        raise WeightUpdateError("codec", f"{name} is written as {row['codec']!r}") from None
-    old = base[name].reshape(-1)
-    packed = bitcodec.Packed(codec, row["nnz"], row["gap"], row["val"], row["esc"])
-    try:
-        indices, bits = bitcodec.unpack(packed, old)
-    except WeightUpdateError as e:
-        raise WeightUpdateError(e.reason, f"{name}: {e.detail}") from None
-    where = np.arange(len(old)) if indices is None else indices
-    result = update_hash(hashes[name], where, old[where], bits)
-    expect("tensor_hash", result, row["new_hash"], name)
-    return TensorPatch(name=name, shape=shape, indices=indices, bits=bits)
-
-
-def _write(rows: list[dict[str, Any]], metadata: Mapping[str, str | int]) -> bytes:
-    schema = DELTA_SCHEMA.with_metadata({k: str(v) for k, v in metadata.items()})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
-    return sink.getvalue().to_pybytes()
-
-
-def _read(blob: bytes) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    try:
-        with pa.ipc.open_stream(pa.py_buffer(blob)) as reader:
-            schema = reader.schema
-            if not schema.equals(DELTA_SCHEMA):
-                raise WeightUpdateError("schema", f"columns {', '.join(schema.names)}")
-            batches = list(reader)
-            for batch in batches:
-                batch.validate(full=True)
-            rows = [row for batch in batches for row in batch.to_pylist()]
-        stated = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
-        if stated.get("format") != FORMAT:
-            raise WeightUpdateError("format", f"{stated.get('format')!r}, expected {FORMAT}")
-        numbers = {k: int(stated[k]) for k in ("base_version", "version", "base_hash", "weights_hash")}
-    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as e:
-        raise WeightUpdateError("not_a_delta", f"{type(e).__name__}: {str(e)[:200]}") from None
-    if len(batches) != 1:
-        raise WeightUpdateError("not_a_delta", f"{len(batches)} record batches, expected one")
-    for row in rows:
-        if any(v is None for v in row.values()) or any(n is None or n < 0 for n in row["shape"]):
-            raise WeightUpdateError("not_a_delta", "a null or a negative size in a row")
-    return rows, numbers
+def _check_header(
+    reader: RowReader, base_version: int, version: int | None, *, shards: int, shard: int = 0
+) -> None:
+    header = reader.header
+    expect("base_version", header.base_version, base_version)
+    if version is not None:
+        expect("version", header.version, version)
+    if (header.shard, header.shards) != (shard, shards):
+        raise WeightUpdateError(
+            "shards", f"shard {header.shard} of {header.shards}, expected {shard} of {shards}"
+        )

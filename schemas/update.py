@@ -1,7 +1,7 @@
 """An update of weights, decoded and checked: what crosses from the codecs to an engine or a trainer.
 
-Weights are a mapping from tensor name (the safetensors one; tied weights once) to its bf16 bit patterns
-(uint16, in the tensor's shape, C order).
+Weights are a mapping from tensor name (the safetensors one; tied weights once) to its bit patterns (uint16 for
+bf16 and fp16, uint32 for fp32; in the tensor's shape, C order).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .dtypes import Dtype
 from .errors import WeightUpdateError
 
 Weights = Mapping[str, np.ndarray]
-"""Tensor name -> uint16 bf16 bits in the tensor's shape."""
+"""Tensor name -> bit patterns (uint16 or uint32) in the tensor's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def unknown_tensor(name: str, known: Iterable[str]) -> str:
     return f"{name}; {'nearest: ' + ', '.join(near) if near else f'{len(names)} others are known'}"
 
 
-def expect(reason: str, found: int, expected: int, name: str = "") -> None:
+def expect(reason: str, found: int | None, expected: int | None, name: str = "") -> None:
     """WeightUpdateError(reason) unless `found` is `expected`."""
     if found != expected:
         raise WeightUpdateError(reason, f"{name + ': ' if name else ''}{found}, expected {expected}")

@@ -1,5 +1,6 @@
 """Deltas and anchors: every bit pattern survives, and whatever is not exactly right is refused before a write."""
 
+import json
 import random
 
 import numpy as np
@@ -87,18 +88,23 @@ def test_gaps_of_every_size_come_back(gap):
 
 
 @pytest.mark.parametrize(
-    ("change", "codec"),
+    ("change", "where", "what"),
     [
-        (lambda old: old + np.uint16(1), bitcodec.Codec.ULP8),
-        (lambda old: np.where(np.arange(len(old)) % 9 == 0, 0, old).astype(np.uint16), bitcodec.Codec.RAW),
-        (lambda old: np.zeros_like(old), bitcodec.Codec.PLANES),
+        (lambda old, some: np.where(some < 0.01, old + 1, old), "gaps", "steps"),
+        (lambda old, some: np.where(some < 0.01, old ^ 0x5555, old), "gaps", "raw"),
+        (lambda old, some: np.where(some < 0.5, old + 1, old), "bitmap", "steps"),
+        (lambda old, some: np.where(some < 0.4, 0, old), "bitmap", "raw"),
+        (lambda old, some: old + 1, "all", "steps"),
+        (lambda old, some: np.zeros_like(old), "all", "raw"),
     ],
 )
-def test_the_smallest_codec_is_chosen_and_exact(change, codec):
-    old = np.random.default_rng(1).integers(1000, 60000, 5000, dtype=np.uint16)
-    new = change(old)
-    packed = bitcodec.pack(bitcodec.changed(old, new), old, new)
-    assert packed.codec is codec
+def test_the_smallest_form_is_chosen_and_exact(change, where, what):
+    rng = np.random.default_rng(1)
+    old = rng.integers(1000, 60000, 20_000, dtype=np.uint16)
+    new = change(old, rng.random(len(old))).astype(np.uint16)
+    indices = np.flatnonzero(old != new)
+    packed = bitcodec.pack(indices, new[indices], old)
+    assert (packed.where, packed.what) == (where, what)
     assert same(moved({"w": old}, {"w": new}), {"w": new})
 
 
@@ -169,14 +175,17 @@ def test_the_wrong_base_is_refused():
 def rewritten(blob, change, metadata=lambda m: None):
     """`blob` with its rows and metadata passed through a change."""
     with pa.ipc.open_stream(blob) as reader:
-        schema, rows = reader.schema, reader.read_all().to_pylist()
+        schema, batches = reader.schema, list(reader.iter_batches_with_custom_metadata())
+    rows = [row for batch, _ in batches for row in batch.to_pylist()]
     change(rows)
     stated = {k.decode(): v.decode() for k, v in schema.metadata.items()}
     metadata(stated)
+    totals = json.loads(batches[-1][1][b"totals"]) | {"rows": len(rows)}
     sink = pa.BufferOutputStream()
     schema = DELTA_SCHEMA.with_metadata(stated)
     with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+        batch = pa.RecordBatch.from_pylist(rows, schema=schema)
+        writer.write_batch(batch, custom_metadata={"totals": json.dumps(totals)})
     return sink.getvalue().to_pybytes()
 
 
@@ -185,20 +194,26 @@ def rewritten(blob, change, metadata=lambda m: None):
     [
         ("unknown_tensor", lambda rows: rows[0].update(name="model.layers.0.weigth")),
         ("shape", lambda rows: rows[0].update(shape=[30, 40])),
-        ("codec", lambda rows: rows[0].update(codec="gzip")),
+        ("shape", lambda rows: rows[0].update(flat_offset=1)),
+        ("shape", lambda rows: rows[0].update(flat_offset=2**62, length=2**62)),
+        ("dtype", lambda rows: rows[0].update(dtype="fp16")),
+        ("codec", lambda rows: rows[0].update(dtype="fp8")),
+        ("codec", lambda rows: rows[0].update(where="gzip")),
+        ("not_a_delta", lambda rows: rows[0].update(length=-5)),
         ("nnz", lambda rows: rows[0].update(nnz=0)),
         ("nnz", lambda rows: rows[0].update(nnz=10_000)),
         ("gaps", lambda rows: rows[0].update(nnz=rows[0]["nnz"] + 1)),
         ("tensor_base_hash", lambda rows: rows[0].update(base_hash=1)),
         ("tensor_hash", lambda rows: rows[0].update(new_hash=1)),
         ("duplicate_tensor", lambda rows: rows.append(rows[0])),
+        ("duplicate_tensor", lambda rows: rows.insert(0, rows[0])),
         ("result_hash", lambda rows: rows.pop()),
-        ("zstd", lambda rows: rows[0].update(gap=b"garbage")),
+        ("zstd", lambda rows: rows[0].update(pos=b"garbage")),
         ("zstd", lambda rows: rows[0].update(val=rows[0]["val"] + b"more")),
-        ("content_size", lambda rows: rows[0].update(gap=frame(b"\xff" * 5000))),
-        ("gaps", lambda rows: rows[0].update(gap=frame(b"\xff" * 5))),
-        ("gaps", lambda rows: rows[0].update(gap=frame(b"\x00" * (rows[0]["nnz"] - 1)))),
-        ("index_out_of_range", lambda rows: rows[0].update(gap=frame(b"\xfe" * rows[0]["nnz"]))),
+        ("content_size", lambda rows: rows[0].update(pos=frame(b"\xff" * 5000))),
+        ("gaps", lambda rows: rows[0].update(pos=frame(b"\xff" * 5))),
+        ("gaps", lambda rows: rows[0].update(pos=frame(b"\x00" * (rows[0]["nnz"] - 1)))),
+        ("index_out_of_range", lambda rows: rows[0].update(pos=frame(b"\xfe" * rows[0]["nnz"]))),
         ("escapes", lambda rows: rows[0].update(esc=frame(b"ab"))),
     ],
 )
