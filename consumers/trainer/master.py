@@ -7,23 +7,36 @@ trainer would compute the gradient of a policy that no engine serves.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from ...schemas.config import TrainerConfig
+from ...schemas.weight_hash import tensor_hash
+from .shards import cut, local_of, part
+from .team import Alone, Team
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Master:
-    """fp32 copies of the parameters, their optimizer, and their bf16 bits."""
+    """fp32 copies of this rank's part of the parameters, their optimizer, and their bf16 bits."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainerConfig) -> None:
-        """`parameters`: name -> version 0 of each tensor; copied."""
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], config: TrainerConfig, team: Team | None = None
+    ) -> None:
+        """`parameters`: name -> version 0 of each whole tensor; this rank's rows are copied."""
         self._config = config
-        self.weights = {n: p.detach().float().clone().requires_grad_() for n, p in parameters.items()}
+        self._team: Team = Alone() if team is None else team
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.spans = cut(shapes, self._team.rank, self._team.size)
+        """Name -> which part of the whole tensor is here."""
+        self.weights = {
+            n: part(p.detach(), self.spans[n]).float().clone().requires_grad_() for n, p in parameters.items()
+        }
+        """Name -> this rank's rows, float32."""
         self.optimizer = torch.optim.AdamW(
             self.weights.values(),
             lr=config.lr,
@@ -38,11 +51,11 @@ class Master:
         for name, p in parameters.items():
             if p.grad is None:
                 continue
-            weight = self.weights[name]
+            weight, grad = self.weights[name], local_of(p.grad)
             if weight.grad is None:
-                weight.grad = p.grad.float()
+                weight.grad = grad.float()
             else:
-                weight.grad += p.grad
+                weight.grad += grad
             p.grad = None
 
     def update(self, version: int) -> tuple[float, bool]:
@@ -50,9 +63,12 @@ class Master:
 
         A gradient that is not finite is thrown away: the weights and the moments stay as they are.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), self._config.grad_clip))
+        norm = self._gradient_norm()
         finite = math.isfinite(norm)
         if finite:
+            torch.nn.utils.clip_grads_with_norm_(
+                self.weights.values(), self._config.grad_clip, torch.tensor(norm)
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, version)
             self.optimizer.step()
@@ -63,15 +79,19 @@ class Master:
     def write_to(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the live `parameters` with the bf16-rounded master."""
         for name, p in parameters.items():
-            p.copy_(self.weights[name].to(torch.bfloat16))
+            local_of(p).copy_(self.weights[name].to(torch.bfloat16))
 
     def bits(self) -> dict[str, np.ndarray]:
-        """Name -> the master rounded to bf16 (nearest, ties to even), as uint16 bit patterns of its shape."""
+        """Name -> this rank's rows rounded to bf16 (nearest, ties to even), as uint16 bit patterns: a copy."""
         return {name: bf16_bits(w) for name, w in self.weights.items()}
+
+    def hashes(self) -> dict[str, int]:
+        """Name -> what this rank's rows add to the tensor's rolling hash."""
+        return {n: tensor_hash(bf16_bits(w), start=self.spans[n].start) for n, w in self.weights.items()}
 
     @torch.no_grad()
     def adopt(self, bits: Mapping[str, np.ndarray]) -> int:
-        """Make the rounded master equal `bits`; returns how many elements had to be replaced.
+        """Make the rounded master equal `bits` (of this rank's rows); returns how many elements had to be replaced.
 
         Elements that round to their bits already keep the digits that bf16 cannot hold.
         """
@@ -83,6 +103,13 @@ class Master:
             values = wanted.view(torch.bfloat16).float().to(weight.device)
             weight.copy_(torch.where(different.to(weight.device), values, weight))
         return replaced
+
+    def _gradient_norm(self) -> float:
+        """Of all ranks' gradients; the sum goes in rank order, so it is the same everywhere and every time."""
+        gradients = [w.grad for w in self.weights.values() if w.grad is not None]
+        here = float(torch.nn.utils.get_total_norm(gradients))
+        norms = self._team.exchange(struct.pack("<d", here))
+        return math.hypot(*(struct.unpack("<d", norm)[0] for norm in norms))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint keeps, by name; the moments are absent before the first step."""

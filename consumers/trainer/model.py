@@ -7,6 +7,7 @@ full forward when the model is loaded), in chunks that are recomputed on the way
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ class LiveModel:
         for p in self.parameters.values():
             p.requires_grad_(True)
         self._pick_head()
+        self._forward: Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]] = self._evaluate
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
@@ -44,7 +46,30 @@ class LiveModel:
         return next(iter(self.parameters.values())).device
 
     def evaluate(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy at every trained position, [N] float32 each, with gradient."""
+        """Log-probability and entropy at every trained position, [N] float32 each, with gradient.
+
+        After `spread` every rank calls it equally often, each with its own batch, and goes backward each time.
+        """
+        return self._forward(batch)
+
+    def spread(self, size: int) -> None:
+        """Cut every parameter over `size` ranks (FSDP2); gradients are then sums over the ranks, of one's own rows."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (size,))
+        root = _Root(self.model, self._evaluate)
+        names = set(getattr(self.model, "_no_split_modules", None) or ())
+        blocks = [module for module in self.model.modules() if type(module).__name__ in names]
+        for module in (*blocks, root):
+            made = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            # The loss is divided by the whole batch's tokens already. Gloo knows plain sums only.
+            made.set_force_sum_reduction_for_comms(True)
+            made.set_gradient_divide_factor(1.0)
+        self.parameters = dict(self.model.named_parameters())
+        self._forward = root
+
+    def _evaluate(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head is None:
             logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
             rows = logits.flatten(0, 1)[batch.predictors]
@@ -82,6 +107,22 @@ class LiveModel:
         if not torch.equal(whole, apart):
             logger.info("the model changes its logits after the head: full logits are kept in memory")
             self._head = None
+
+
+class _Root(torch.nn.Module):
+    """The whole model under one forward: FSDP gathers the embeddings, the last norm and the head around it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        evaluate: Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self.model, self._evaluate = model, evaluate
+
+    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LiveModel.evaluate."""
+        return self._evaluate(batch)
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from ...schemas.errors import ConfigError
+
+T = TypeVar("T", torch.Tensor, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ def cut(shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> dict[str
 def spans_of(parameters: Mapping[str, torch.Tensor], size: int) -> dict[str, Span]:
     """Name -> this rank's part."""
     return {name: span_of(name, p, size) for name, p in parameters.items()}
+
+
+def part(whole: T, span: Span) -> T:
+    """The rows of a whole tensor (torch's or numpy's) that `span` says; they share its memory."""
+    width = max(math.prod(span.shape[1:]), 1)
+    begin = span.start // width
+    return whole[begin : begin + span.length // width]
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
