@@ -25,7 +25,7 @@ from ...schemas.errors import HeadraceError
 from ...schemas.trajectory import Trajectory
 from ..engines.protocol import GenerateResult
 from .capture_attempts import Attempt, Attempts
-from .capture_check import untrainable
+from .capture_check import in_vocabulary, untrainable
 from .lineage import MAIN, Lineage
 from .messages import Call, Message
 from .normal import Key, next_key, prefix_keys, tools_key
@@ -226,7 +226,9 @@ class Session:
         call, result, parent = plan.call, turn.result, plan.parent
         reason = untrainable(result, call.sampling, self._renderer.vocab_size)
         known = parent.message_count if parent is not None else 0
-        logprobs = np.zeros(len(result.token_ids), np.float32)
+        usable = in_vocabulary(result, self._renderer.vocab_size)
+        sampled = result.token_ids if usable else ()
+        logprobs = np.zeros(len(sampled), np.float32)
         if reason is None:
             np.minimum(np.asarray(result.logprobs, np.float32), 0.0, out=logprobs)
         return Node(
@@ -241,9 +243,9 @@ class Session:
             messages=call.messages[known:],
             answer=turn.answer,
             prompt=plan.delta,
-            sampled=_ids(result.token_ids),
+            sampled=_ids(sampled),
             logprobs=logprobs,
-            tail=_ids(self._renderer.close(result.token_ids)),
+            tail=_ids(self._renderer.close(sampled)),
             spans=result.version_spans,
             finish_reason=result.finish_reason,
             sampling=call.sampling,
@@ -253,6 +255,7 @@ class Session:
             prompt_tokens=len(plan.prompt_ids),
             delivered=delivered,
             untrainable=reason,
+            attachable=usable,
             branch=plan.branch,
         )
 

@@ -11,6 +11,11 @@ ROUNDING = 1e-4
 """log_softmax may come out this far above 0 in float32; anything larger is a broken engine."""
 
 
+def in_vocabulary(result: GenerateResult, vocab_size: int) -> bool:
+    """Whether the sampled ids can be a context at all."""
+    return not result.token_ids or (min(result.token_ids) >= 0 and max(result.token_ids) < vocab_size)
+
+
 def untrainable(result: GenerateResult, sampling: Sampling, vocab_size: int) -> str | None:
     """Why the tokens of `result` must not be trained; None where they may be."""
     ids, logprobs = result.token_ids, result.logprobs
@@ -18,7 +23,7 @@ def untrainable(result: GenerateResult, sampling: Sampling, vocab_size: int) -> 
         return "empty: the engine sampled nothing"
     if len(logprobs) != len(ids):
         return f"length_mismatch: {len(ids)} ids, {len(logprobs)} logprobs"
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if not in_vocabulary(result, vocab_size):
         return f"token_out_of_range: an id outside the vocabulary of {vocab_size}"
     if not all(map(math.isfinite, logprobs)):
         return "logprob_not_finite: an infinite or undefined logprob"

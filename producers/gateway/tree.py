@@ -83,6 +83,8 @@ class Node:
     delivered: bool
     untrainable: str | None = None
     """Why its tokens must not be trained."""
+    attachable: bool = True
+    """False where its tokens cannot be a context: an id outside the vocabulary."""
     branch: BranchReason | None = None
     children: list[Node] = field(default_factory=list)
 
@@ -130,7 +132,8 @@ class Tree:
         """`node` becomes a place to attach to."""
         node.branch = node.branch or self._fork(node.parent, node.lineage, node.tools_key, node.prompt_key)
         self.nodes.append(node)
-        self._by_key.setdefault(node.key, []).append(node)
+        if node.attachable:
+            self._by_key.setdefault(node.key, []).append(node)
         self._lineages.setdefault(node.lineage, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
