@@ -18,7 +18,10 @@ DONE = b"data: [DONE]\n\n"
 
 def dumps(tree: Any) -> bytes:
     """JSON as the APIs send it."""
-    return json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        return json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which a model has written as an escape in its JSON
+        return json.dumps(tree, separators=(",", ":")).encode()
 
 
 def frame(tree: Any, event: str | None = None) -> bytes:

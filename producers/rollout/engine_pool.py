@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,11 +122,22 @@ class EnginePool:
                 await self._pause(self._rule.pause(attempt))
         raise failure
 
-    async def _ask(self, engine_id: str, request: GenerateRequest) -> GenerateResult:
+    @property
+    def version(self) -> int:
+        """The newest policy version that an engine has reported; -1 without one."""
+        return max((k.status.version for k in self._known.values()), default=-1)
+
+    def choose(self, prefer: str | None = None) -> str | None:
+        """The engine to ask now: `prefer` if it can, else the least loaded; None while none can."""
+        return self._pick(prefer)
+
+    @contextmanager
+    def asking(self, engine_id: str) -> Iterator[EngineClient]:
+        """The client of a chosen engine; an EngineError inside the block makes the pool leave it alone for a while."""
         known = self._known[engine_id]
         known.in_flight += 1
         try:
-            result = await known.client.generate(request)
+            yield known.client
         except EngineError as e:
             known.failures += 1
             poisoned = isinstance(e, EnginePoisonedError)
@@ -135,7 +147,17 @@ class EnginePool:
         finally:
             known.in_flight -= 1
         known.failures = 0
-        return result
+
+    async def wait(self, seconds: float) -> None:
+        """`seconds`, or until an engine reports."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _ask(self, engine_id: str, request: GenerateRequest) -> GenerateResult:
+        with self.asking(engine_id) as client:
+            return await client.generate(request)
 
     def _pick(self, prefer: str | None) -> str | None:
         now = self._clock()
@@ -156,12 +178,7 @@ class EnginePool:
         if self.ready:
             await asyncio.sleep(seconds)
             return
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        await self.wait(seconds)
 
     async def close(self) -> None:
         """Close every connection."""
