@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...schemas.delta import decode_anchor, decode_delta
+from ...schemas.delta import compose, decode_anchor, decode_shards
+from ...schemas.dtypes import Dtype
 from ...schemas.errors import WeightUpdateError
 from ...schemas.update import TensorPatch, WeightUpdate, apply_update, weights_of
 from ...schemas.weights import BlobKind, WeightRecord
@@ -25,6 +26,7 @@ class Replica:
     def __init__(self) -> None:
         self._bits: dict[str, np.ndarray] = {}
         self._hashes: dict[str, int] = {}
+        self._dtypes: dict[str, Dtype] = {}
         self._undo: list[_Undo] = []
         self._old_hashes: dict[str, int] = {}
         self._from_anchor = False
@@ -40,18 +42,17 @@ class Replica:
 
     def stage(self, record: WeightRecord, kind: BlobKind, shards: Sequence[bytes]) -> WeightUpdate:
         """Decode the blobs of `record`, check them, and take their bits over. Raises WeightUpdateError, changing nothing."""
-        if len(shards) != 1:
-            raise WeightUpdateError("shards", f"{len(shards)} shards; this engine reads one")
         if kind is BlobKind.ANCHOR:
-            return self._stage_anchor(record, shards[0])
+            return self._stage_anchor(record, shards)
         assert record.base_version is not None
-        update = decode_delta(
-            shards[0],
+        update = decode_shards(
+            shards,
             self._bits,
             base_version=record.base_version,
             version=record.version,
             base_hashes=self._hashes,
             weights_hash=record.weights_hash,
+            dtypes=self._dtypes,
         )
         if not self._from_anchor:
             self._remember(update)
@@ -71,7 +72,9 @@ class Replica:
     def whole(self, version: int, weights_hash: int) -> WeightUpdate:
         """All bits as an anchor's update; its arrays are views that change with the next `stage`."""
         patches = (
-            TensorPatch(name=name, shape=bits.shape, indices=None, bits=bits.reshape(-1))
+            TensorPatch(
+                name=name, shape=bits.shape, indices=None, bits=bits.reshape(-1), dtype=self._dtypes[name]
+            )
             for name, bits in self._bits.items()
         )
         return WeightUpdate(
@@ -82,18 +85,19 @@ class Replica:
         """One update with the effect of the staged `updates` in their order."""
         if self._from_anchor:
             return self.whole(updates[-1].version, updates[-1].weights_hash)
-        if len(updates) == 1:
-            return updates[0]
         return compose(updates)
 
-    def _stage_anchor(self, record: WeightRecord, blob: bytes) -> WeightUpdate:
+    def _stage_anchor(self, record: WeightRecord, shards: Sequence[bytes]) -> WeightUpdate:
+        if len(shards) != 1:
+            raise WeightUpdateError("shards", f"{len(shards)} shards; this engine reads one")
         update = decode_anchor(
-            blob,
+            shards[0],
             version=record.version,
             weights_hash=record.weights_hash,
             shapes={name: bits.shape for name, bits in self._bits.items()} or None,
         )
         self._bits, self._hashes = weights_of(update), dict(update.hashes)
+        self._dtypes = {patch.name: patch.dtype for patch in update.patches}
         self._undo, self._from_anchor = [], True
         return update
 
@@ -102,34 +106,3 @@ class Replica:
             flat = self._bits[patch.name].reshape(-1)
             old = flat.copy() if patch.indices is None else flat[patch.indices]
             self._undo.append((patch.name, patch.indices, old))
-
-
-def compose(updates: Sequence[WeightUpdate]) -> WeightUpdate:
-    """The one update with the effect of `updates`, each of which goes on top of the one before."""
-    last: dict[str, TensorPatch] = {}
-    hashes: dict[str, int] = {}
-    for update in updates:
-        hashes.update(update.hashes)
-        for patch in update.patches:
-            before = last.get(patch.name)
-            last[patch.name] = patch if before is None or patch.indices is None else _over(before, patch)
-    return WeightUpdate(
-        version=updates[-1].version,
-        base_version=updates[0].base_version,
-        patches=tuple(last.values()),
-        weights_hash=updates[-1].weights_hash,
-        hashes=hashes,
-    )
-
-
-def _over(before: TensorPatch, patch: TensorPatch) -> TensorPatch:
-    assert patch.indices is not None
-    if before.indices is None:
-        bits = before.bits.copy()
-        bits[patch.indices] = patch.bits
-        return TensorPatch(name=patch.name, shape=patch.shape, indices=None, bits=bits, dtype=patch.dtype)
-    indices = np.union1d(before.indices, patch.indices)
-    bits = np.empty(len(indices), dtype=patch.bits.dtype)
-    bits[np.searchsorted(indices, before.indices)] = before.bits
-    bits[np.searchsorted(indices, patch.indices)] = patch.bits
-    return TensorPatch(name=patch.name, shape=patch.shape, indices=indices, bits=bits, dtype=patch.dtype)

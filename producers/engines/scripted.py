@@ -150,6 +150,13 @@ class ScriptedEngine:
         with self._step:
             self._set_version(version)
 
+    def verify(self, update: WeightUpdate) -> None:
+        """WeightUpdateError unless the weights hold what `update` says, wherever it says something."""
+        for patch in update.patches:
+            flat = self._weights[patch.name].reshape(-1)
+            if not np.array_equal(flat if patch.indices is None else flat[patch.indices], patch.bits):
+                raise WeightUpdateError("live_bits", f"{patch.name} does not hold what was written")
+
     def weights_hash(self) -> int:
         """Rolling hash (uint64) of the weights."""
         return set_hash(self._weights)

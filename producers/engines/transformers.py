@@ -26,7 +26,7 @@ from ...schemas.config import EngineConfig
 from ...schemas.errors import ConfigError, EngineError, EnginePoisonedError, WeightUpdateError
 from . import attention
 from .batching import PAGE, PausableManager
-from .live_weights import LiveWeights
+from .live_weights import LiveWeights, Prepared
 from .protocol import GenerateRequest, GenerateResult, WeightUpdate
 from .spans import VersionMarks
 
@@ -70,6 +70,7 @@ class TransformersEngine:
         self._context = min(positions, cache_tokens - 2 * PAGE)
         self._version = version
         self._poisoned = self._closed = self._replaced = False
+        self._staged: tuple[WeightUpdate, tuple[Prepared, ...]] | None = None
         self._flight: dict[str, _InFlight] = {}
         self._lock = threading.Lock()
         self._keys = itertools.count()
@@ -164,23 +165,36 @@ class TransformersEngine:
                     self._manager.prefill_again()
                 self._replaced = False
 
+    def stage(self, update: WeightUpdate) -> None:
+        """Check that `update` fits (else WeightUpdateError) and move it next to the weights, while tokens flow."""
+        self._staged = None
+        self._staged = update, self._weights.prepare(update)
+
     def apply(self, update: WeightUpdate) -> None:
         """Write `update` in place, only inside `paused()`.
 
         WeightUpdateError: it does not fit and nothing was written. Any other error has poisoned the engine.
         """
-        self._weights.check(update)
+        prepared = self._prepared(update)
         if update.base_version is not None and update.base_version != self._version:
             raise WeightUpdateError("base_version", f"{update.base_version} on top of {self._version}")
         try:
-            self._weights.write(update)
+            self._weights.write(update, prepared)
         except BaseException:
             self.poison()
             raise
         self._set_version(update.version)
-        self._replaced = True
+        self._replaced = self._replaced or bool(update.patches)
         if update.base_version is None:
             self._poisoned = False
+
+    def verify(self, update: WeightUpdate) -> None:
+        """WeightUpdateError unless the live weights hold what `update` says, wherever it says something.
+
+        May also be called while tokens flow.
+        """
+        self._weights.verify(update, self._prepared(update))
+        self._staged = None
 
     def advance(self, version: int) -> None:
         """The same weights under the next version number; the loop takes it up before its next step."""
@@ -224,6 +238,13 @@ class TransformersEngine:
             raise EnginePoisonedError("the engine's weights are torn; it will reload an anchor")
         if self._version < 0:
             raise EngineError("the engine has no weights yet")
+
+    def _prepared(self, update: WeightUpdate) -> tuple[Prepared, ...]:
+        """What `stage` made of this very update; made now where it was not staged."""
+        if self._staged is None or self._staged[0] is not update:
+            self.stage(update)
+        assert self._staged is not None
+        return self._staged[1]
 
     def _set_version(self, version: int) -> None:
         for key, count in self._manager.progress().items():

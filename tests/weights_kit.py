@@ -1,0 +1,114 @@
+"""What the tests of following share: a trainer's records and blobs, a clock that a test moves, and one subscriber."""
+
+import numpy as np
+
+from headrace.producers.engines.follower import Follower, FollowRule
+from headrace.producers.engines.scripted import ScriptedEngine
+from headrace.producers.engines.subscriber import WeightSubscriber
+from headrace.schemas.delta import encode_anchor, encode_delta
+from headrace.schemas.weight_hash import set_hash
+from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
+from headrace.streams.blobs import memory_store
+
+
+class Trainer:
+    """Makes weight records and blobs as a trainer does; an anchor every `anchor_every` versions."""
+
+    def __init__(self, anchor_every: int = 1000) -> None:
+        self.store = memory_store()
+        self.anchor_every = anchor_every
+        self.weights = [{"a": np.arange(60, dtype=np.uint16).reshape(6, 10), "b": np.ones(5, np.uint16)}]
+        self.records = [self._record(0, None, None)]
+
+    def step(self, *, empty: bool = False) -> WeightRecord:
+        base, version = self.weights[-1], len(self.weights)
+        new = {name: bits.copy() for name, bits in base.items()}
+        if not empty:
+            new["a"].reshape(-1)[[version % 60, (version * 7 + 1) % 60]] += 5
+        self.weights.append(new)
+        self.records.append(self._record(version, base, new))
+        return self.records[-1]
+
+    def steps(self, n: int) -> list[WeightRecord]:
+        return [self.step() for _ in range(n)]
+
+    def hash(self, version: int) -> int:
+        return set_hash(self.weights[version])
+
+    def overwrite(self, record: WeightRecord, kind: BlobKind, data: bytes) -> None:
+        """The blob's bytes as they stand in the store; its record stays."""
+        self.store.put(record.blobs_of(kind)[0].uri, data)
+
+    def restore(self, version: int, kind: BlobKind) -> None:
+        self._blob(version, kind, self._delta(version) if kind is BlobKind.DELTA else self._anchor(version))
+
+    def _delta(self, version: int) -> bytes:
+        base, new = self.weights[version - 1], self.weights[version]
+        return encode_delta(base, new, base_version=version - 1, version=version).blob
+
+    def _anchor(self, version: int) -> bytes:
+        return encode_anchor(self.weights[version], version)
+
+    def _blob(self, version: int, kind: BlobKind, data: bytes) -> WeightBlob:
+        ref = self.store.put(f"weights/{version}-{kind}", data)
+        return WeightBlob(kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256)
+
+    def _record(self, version, base, new) -> WeightRecord:
+        blobs = []
+        if base is not None:
+            blobs.append(self._blob(version, BlobKind.DELTA, self._delta(version)))
+        if version % self.anchor_every == 0:
+            blobs.append(self._blob(version, BlobKind.ANCHOR, self._anchor(version)))
+        return WeightRecord(
+            policy_id="p",
+            version=version,
+            base_version=None if base is None else version - 1,
+            base_hash=None if base is None else set_hash(base),
+            weights_hash=set_hash(self.weights[version]),
+            blobs=tuple(blobs),
+        )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Setup:
+    """A subscriber on a scripted engine, and everything that it published."""
+
+    def __init__(self, trainer: Trainer, engine: ScriptedEngine | None = None, **rule) -> None:
+        self.trainer, self.clock = trainer, Clock()
+        self.engine = engine if engine is not None else ScriptedEngine()
+        self.statuses = []
+        self.subscriber = WeightSubscriber(
+            self.engine,
+            trainer.store,
+            engine_id="e",
+            policy_id="p",
+            publish=self.statuses.append,
+            follower=Follower(FollowRule(**rule)),
+            clock=self.clock,
+        )
+
+    def see(self, *records: WeightRecord) -> None:
+        self.subscriber.see(records)
+        self.settle()
+
+    def settle(self) -> None:
+        for _ in range(50):
+            if not self.subscriber.follow():
+                return
+        raise AssertionError("it never comes to rest")
+
+    @property
+    def last(self):
+        return self.statuses[-1]
+
+    def check_live(self, version: int) -> None:
+        assert self.engine.version == self.subscriber.version == version
+        assert self.engine.weights_hash() == self.trainer.hash(version)
+        assert self.last.weights_hash == self.trainer.hash(version)
