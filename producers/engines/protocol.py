@@ -90,7 +90,10 @@ class Engine(Protocol):
         """
 
     def paused(self) -> AbstractContextManager[None]:
-        """No token is sampled inside the block. Entering waits for the step that is running."""
+        """No token is sampled inside the block. Entering waits for the step that is running.
+
+        An operator's pause is entered in one thread and left in another, with updates applied by a third.
+        """
 
     def apply(self, update: WeightUpdate) -> None:
         """Write `update` in place; only inside `paused()`. `version` is the new one when the pause ends."""
