@@ -92,7 +92,7 @@ class Engine(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """No token is sampled inside the block. Entering waits for the step that is running.
 
-        An operator's pause is entered in one thread and left in another, with updates applied by a third.
+        An operator's pause is held by one thread while another applies updates.
         """
 
     def apply(self, update: WeightUpdate) -> None:
