@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from engine_kit import VOCAB, anchor, bits_of, delta, perturbed, tiny_model
+from sglang_stub import SglangStub, engine_on
 
 from headrace.producers.engines.protocol import GenerateRequest
 from headrace.producers.engines.scripted import ScriptedEngine
@@ -19,9 +20,17 @@ for _seed in (1, 2):
     WEIGHTS.append(perturbed(WEIGHTS[-1], _seed))
 
 
-@pytest.fixture(params=["scripted", "stale", "recompute"])
-def empty_engine(request):
+@pytest.fixture(params=["scripted", "stale", "recompute", "sglang in_place", "sglang retract"])
+def empty_engine(request, tmp_path):
     """Each engine, before its first weights."""
+    if request.param.startswith("sglang"):
+        mode = request.param.split()[1]
+        stub = SglangStub(bits_of(tiny_model(5)), vocab_size=VOCAB, radix=mode == "in_place").start()
+        engine = engine_on(stub, tmp_path / "checkpoint", pause_mode=mode)
+        yield engine
+        engine.close()
+        stub.stop()
+        return
     if request.param == "scripted":
         engine = ScriptedEngine(WEIGHTS[0], vocab_size=VOCAB)
     else:

@@ -70,6 +70,10 @@ def make_engine(config: Config, engine_id: str) -> Engine:
     """The engine that the configuration names, still without weights. Raises ConfigError."""
     if config.engine.kind == "scripted":
         return ScriptedEngine(vocab_size=_vocab_size(config))
+    if config.engine.kind == "sglang":
+        from .sglang_connect import connect
+
+        return connect(config, engine_id)
     if config.policy.model is None:
         raise ConfigError(
             "policy.model is not set: the engine needs the model's directory for its architecture"
