@@ -284,11 +284,11 @@ def test_staging_happens_while_tokens_flow():
     held = threading.Event()
     fetch = s.subscriber._fetch
 
-    def watching(record, kind):
+    def watching(blobs):
         assert s.engine._step.acquire(blocking=False)
         s.engine._step.release()
         held.set()
-        return fetch(record, kind)
+        return fetch(blobs)
 
     s.subscriber._fetch = watching
     s.see(trainer.step())

@@ -90,7 +90,8 @@ def test_a_version_ahead_waits_for_the_one_between_and_both_take_one_pause():
     sixth, seventh = trainer.steps(2)
     s.see(seventh)
     s.check_live(5)
-    assert s.subscriber.missing == 6 and s.last.behind == 2 and "version 6" in s.last.reason
+    assert s.subscriber.look_back() == "version 6 is missing"
+    assert s.last.behind == 2 and "version 6" in s.last.reason
     pauses = s.engine.pauses
     s.see(sixth)
     s.check_live(7)

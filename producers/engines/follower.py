@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...schemas.weights import BlobKind, WeightRecord
+from ...schemas.weights import BlobKind, WeightBlob, WeightRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,15 @@ class Route:
         """Which blob of record `index` is meant."""
         return BlobKind.ANCHOR if self.from_anchor and index == 0 else BlobKind.DELTA
 
+    def blobs(self, index: int) -> tuple[WeightBlob, ...]:
+        """The shards to fetch for record `index`; none where it changes no bit."""
+        record, kind = self.records[index], self.kind(index)
+        return () if kind is BlobKind.DELTA and _changes_nothing(record) else record.blobs_of(kind)
+
     @property
     def bytes_to_fetch(self) -> int:
         """Size of all its blobs."""
-        return sum(b.size for i, r in enumerate(self.records) for b in r.blobs_of(self.kind(i)))
+        return sum(b.size for i in range(len(self.records)) for b in self.blobs(i))
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ class Follower:
         self._hashes: dict[int, int] = {}
         """Of every version ever seen: a topic may be read twice, and may be written twice."""
         self._faults: dict[tuple[int, BlobKind], _Fault] = {}
+        self._forgot = False
 
     def see(self, record: WeightRecord) -> str | None:
         """A record of the weights topic, in any order; one that is known already changes nothing.
@@ -97,7 +103,7 @@ class Follower:
         known = self._hashes.setdefault(record.version, record.weights_hash)
         if known != record.weights_hash:
             return self._conflict(record, known)
-        if record.version not in self._records and not self._is_past(record):
+        if record.version not in self._records:
             # The samples of thousands of versions would fill the memory and are of no use here.
             self._records[record.version] = replace(record, samples=(), consumed=())
             self.latest = max(self.latest, record.version)
@@ -111,7 +117,7 @@ class Follower:
             return None
         ready = []
         for i, record in enumerate(route.records[: self.rule.max_chain]):
-            if not self._ready(record.version, route.kind(i), now):
+            if route.blobs(i) and not self._ready(record.version, route.kind(i), now):
                 break
             ready.append(record)
         return replace(route, records=tuple(ready)) if ready else None
@@ -151,6 +157,18 @@ class Follower:
         while gap is not None and gap in self._records:
             gap += 1
         return None if gap is None or gap >= self.latest or self._best(None) is not None else gap
+
+    def look_back(self) -> str | None:
+        """Why the topic should be read again from its beginning; None where that cannot help."""
+        if (gap := self.missing) is not None:
+            return f"version {gap} is missing"
+        if self._forgot and self.stuck() is not None:
+            return "no anchor that is remembered can be used, an older one may be"
+        return None
+
+    def looked_back(self) -> None:
+        """The topic is being read again; what it brings is kept as long as there is no better."""
+        self._forgot = False
 
     def stuck(self) -> str | None:
         """Why no newer version can be reached with what has been seen; None where one is live or can be."""
@@ -193,7 +211,7 @@ class Follower:
         while (record := self._records.get(version + 1)) is not None:
             if not record.has_delta or record.base_hash != weights_hash:
                 break
-            if not self._open(record.version, BlobKind.DELTA, now):
+            if not _changes_nothing(record) and not self._open(record.version, BlobKind.DELTA, now):
                 break
             chain.append(record)
             version, weights_hash = record.version, record.weights_hash
@@ -217,19 +235,15 @@ class Follower:
         """Newest first."""
         return [r for _, r in sorted(self._records.items(), reverse=True) if r.has_anchor]
 
-    def _is_past(self, record: WeightRecord) -> bool:
-        return bool(self._records) and record.version < self._oldest_needed()
-
-    def _oldest_needed(self) -> int:
-        """Needed are what leads on from the live version and, since the newest anchor may be broken, the one before."""
-        anchors = self._anchors()
-        oldest = anchors[1].version if len(anchors) > 1 else -1
-        return oldest if self._reload else min(oldest, self.version + 1)
-
     def _forget(self) -> None:
-        oldest = self._oldest_needed()
-        if oldest > 0:
-            self._records = {v: r for v, r in self._records.items() if v >= oldest}
+        """Needed are what leads on from the live version and, since the newest anchor may be broken, the one before."""
+        anchors = [r.version for r in self._anchors() if self._open(r.version, BlobKind.ANCHOR, None)]
+        if len(anchors) < 2:
+            return
+        oldest = anchors[1] if self._reload else min(anchors[1], self.version + 1)
+        kept = {v: r for v, r in self._records.items() if v >= oldest}
+        self._forgot = self._forgot or len(kept) < len(self._records)
+        self._records = kept
 
     def _conflict(self, record: WeightRecord, known: int) -> str:
         if record.version == 0:
@@ -241,3 +255,7 @@ class Follower:
             f"two records of version {record.version}: weights {known:016x}, which counts, and"
             f" {record.weights_hash:016x}; two trainers write to this topic, or it was written anew"
         )
+
+
+def _changes_nothing(record: WeightRecord) -> bool:
+    return record.base_hash == record.weights_hash

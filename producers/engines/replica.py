@@ -41,10 +41,15 @@ class Replica:
         self._undo, self._old_hashes, self._from_anchor = [], dict(self._hashes), False
 
     def stage(self, record: WeightRecord, kind: BlobKind, shards: Sequence[bytes]) -> WeightUpdate:
-        """Decode the blobs of `record`, check them, and take their bits over. Raises WeightUpdateError, changing nothing."""
+        """Decode the blobs of `record`, check them, and take their bits over. Raises WeightUpdateError, changing nothing.
+
+        No blobs: a delta that changes nothing.
+        """
         if kind is BlobKind.ANCHOR:
             return self._stage_anchor(record, shards)
         assert record.base_version is not None
+        if not shards:
+            return unchanged(record)
         update = decode_shards(
             shards,
             self._bits,
@@ -106,3 +111,13 @@ class Replica:
             flat = self._bits[patch.name].reshape(-1)
             old = flat.copy() if patch.indices is None else flat[patch.indices]
             self._undo.append((patch.name, patch.indices, old))
+
+
+def unchanged(record: WeightRecord) -> WeightUpdate:
+    """The update to a version that has its base's bits."""
+    return WeightUpdate(
+        version=record.version,
+        base_version=record.base_version,
+        patches=(),
+        weights_hash=record.weights_hash,
+    )

@@ -135,8 +135,8 @@ class Following:
                 announced = time.monotonic()
                 patience = LOOK_BACK_SECONDS[0]
             self._subscriber.see(feed.poll())
-            if self._subscriber.missing is not None and time.monotonic() - looked >= patience:
-                logger.warning("version %d is missing: the topic is read again", self._subscriber.missing)
+            if time.monotonic() - looked >= patience and (why := self._subscriber.look_back()):
+                logger.warning("the weights topic is read again: %s", why)
                 feed.rewind()
                 looked, patience = time.monotonic(), min(2 * patience, longest)
             if time.monotonic() - announced >= ANNOUNCE_SECONDS:

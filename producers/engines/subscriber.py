@@ -22,12 +22,12 @@ from ...schemas.errors import (
     WeightUpdateError,
 )
 from ...schemas.update import WeightUpdate
-from ...schemas.weights import BlobKind, WeightRecord
+from ...schemas.weights import WeightBlob, WeightRecord
 from ...streams.blobs import BlobRef, BlobStore
 from .follower import Follower, Route, Trouble
 from .pauses import Pauses
 from .protocol import Engine, ReadsBack, Stages
-from .replica import Replica
+from .replica import Replica, unchanged
 from .report import Publish, Report
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,12 @@ class WeightSubscriber:
         """Live version; -1 before the first."""
         return self._follower.version
 
-    @property
-    def missing(self) -> int | None:
-        """A version whose record has not been seen and without which there is no way on."""
-        return self._follower.missing
+    def look_back(self) -> str | None:
+        """Why the topic should be read again from its beginning; None: it need not. Said once for each such reading."""
+        why = self._follower.look_back()
+        if why is not None:
+            self._follower.looked_back()
+        return why
 
     def status(self) -> EngineStatus:
         """As of now."""
@@ -109,7 +111,7 @@ class WeightSubscriber:
                 self._report.stuck(stuck)
             self._audit()
             return False
-        if not route.from_anchor and route.records[0].weights_hash == self._follower.weights_hash:
+        if not route.blobs(0):
             self._advance(Route(route.records[:1], from_anchor=False))
             return True
         staged = self._stage(route)
@@ -127,13 +129,7 @@ class WeightSubscriber:
         try:
             with self._pauses.unchanged() as held:
                 if held:  # `advance` takes effect with the next step, and none comes
-                    nothing = WeightUpdate(
-                        version=record.version,
-                        base_version=record.base_version,
-                        patches=(),
-                        weights_hash=record.weights_hash,
-                    )
-                    self._engine.apply(nothing)
+                    self._engine.apply(unchanged(record))
                 else:
                     self._engine.advance(record.version)
         except HeadraceError as e:
@@ -152,7 +148,7 @@ class WeightSubscriber:
         for index, record in enumerate(route.records):
             kind = route.kind(index)
             try:
-                updates.append(self._replica.stage(record, kind, self._fetch(record, kind)))
+                updates.append(self._replica.stage(record, kind, self._fetch(route.blobs(index))))
             except (BlobError, WeightUpdateError) as e:
                 self._follower.failed(record.version, kind, self._clock(), _trouble(e))
                 self._report.refused(f"{kind} of version {record.version} refused: {e}")
@@ -172,9 +168,9 @@ class WeightSubscriber:
         self._report.stage_s = self._clock() - began
         return part, update
 
-    def _fetch(self, record: WeightRecord, kind: BlobKind) -> list[bytes]:
+    def _fetch(self, blobs: Iterable[WeightBlob]) -> list[bytes]:
         """Every shard's bytes."""
-        return [self._store.get(BlobRef(b.uri, b.size, b.sha256)) for b in record.blobs_of(kind)]
+        return [self._store.get(BlobRef(b.uri, b.size, b.sha256)) for b in blobs]
 
     def _swap(self, route: Route, update: WeightUpdate) -> None:
         self._report.enter(EngineState.PAUSING)
