@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.schemas.config import Config
 from headrace.schemas.config_file import dump_config
 from headrace.schemas.delta import encode_anchor, encode_delta
 from headrace.schemas.engine import ENGINE, EngineState
+from headrace.schemas.errors import EngineError
 from headrace.schemas.topics import DEADLETTERS, ENGINES, WEIGHTS, Topics
 from headrace.schemas.weight_hash import set_hash
 from headrace.schemas.weights import WEIGHTS as WEIGHTS_RECORD
@@ -34,6 +36,29 @@ from headrace.schemas.config_file import load_config
 from headrace.producers.engines.role import main
 logging.basicConfig(level=logging.INFO)
 sys.exit(main(load_config(Path(sys.argv[1])), "engine-7"))
+"""
+
+
+STUCK = """
+import logging, sys, threading
+from pathlib import Path
+from headrace.producers.engines import role
+from headrace.producers.engines.scripted import ScriptedEngine
+from headrace.schemas.config_file import load_config
+
+
+class Stuck(ScriptedEngine):
+    def _write(self, update):
+        if update.version == 2:
+            self._weights["a"].reshape(-1)[::2] ^= 1  # torn
+            Path(sys.argv[2]).touch()
+            threading.Event().wait()
+        super()._write(update)
+
+
+logging.basicConfig(level=logging.INFO)
+role.make_engine = lambda config, engine_id: Stuck()
+sys.exit(role.main(load_config(Path(sys.argv[1])), "engine-7"))
 """
 
 
@@ -153,3 +178,66 @@ async def _call(url: str) -> None:
         assert json.dumps(info) and info["engine_id"] == "engine-7" and info["version"] == 2
     finally:
         await client.close()
+
+
+def test_an_engine_killed_in_the_middle_of_a_write_comes_back_whole_and_obeys_an_operator(
+    config: Config, tmp_path: Path
+) -> None:
+    publisher = Publisher(config)
+    publisher.anchor()
+    publisher.delta()
+    path, writing = tmp_path / "config.json", tmp_path / "writing"
+    dump_config(config, path)
+    engines = Topics(config.run.namespace).name(ENGINES)
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(path), str(writing)], env=os.environ)
+    try:
+        with closing(make_consumer(config.kafka, client_id="test")) as consumer:
+            consumer.assign(partitions_of(consumer, engines))
+            seen = read_until(consumer, lambda s: s.version == 1 and s.state is EngineState.IDLE)
+            publisher.delta()
+            seen = read_until(consumer, lambda s: s.state is EngineState.PAUSING)
+            while not writing.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            asyncio.run(_hears_nothing(seen[-1].url, process))
+            process = subprocess.Popen([sys.executable, "-c", RUN, str(path)], env=os.environ)
+            seen = read_until(consumer, lambda s: s.version == 2 and s.state is EngineState.IDLE)
+            assert seen[-1].weights_hash == publisher.hashes[2] and seen[-1].behind == 0
+            url = seen[-1].url
+            assert _post(f"{url}/pause") == {"paused": True, "version": 2}
+            read_until(consumer, lambda s: s.held is True)
+            publisher.delta()
+            seen = read_until(consumer, lambda s: s.version == 3 and s.state is EngineState.IDLE)
+            assert seen[-1].held is True and seen[-1].paused is False
+            assert seen[-1].weights_hash == publisher.hashes[3]
+            assert _post(f"{url}/resume") == {"paused": False, "version": 3}
+            read_until(consumer, lambda s: s.held is False)
+            assert _post(f"{url}/pause")["paused"] is True
+            process.send_signal(signal.SIGTERM)  # ends although an operator holds it
+        assert process.wait(20) == 0
+    finally:
+        publisher.producer.close()
+        process.kill()
+        process.wait()
+
+
+async def _hears_nothing(url: str, process: "subprocess.Popen[bytes]") -> None:
+    """A request to an engine in the middle of a write gets no token, and fails when the engine is killed."""
+    client = HttpEngineClient(url)
+    try:
+        request = GenerateRequest(request_id="r", token_ids=(1, 2), max_tokens=1)
+        asking = asyncio.create_task(client.generate(request))
+        while (await client.info())["running"] == 0:  # noqa: ASYNC110  (it has arrived, in another process)
+            await asyncio.sleep(0.01)
+        assert not asking.done()
+        process.kill()
+        process.wait()
+        with pytest.raises(EngineError):
+            await asking
+    finally:
+        await client.close()
+
+
+def _post(url: str) -> dict:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=20) as answer:
+        return json.loads(answer.read())

@@ -1,11 +1,13 @@
 """The known answers of following: catching up, repeats, gaps, lost blobs, stores and operators that hold things up."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from weights_kit import Setup, Trainer
 
+from headrace.producers.engines import role
 from headrace.producers.engines.pauses import Pauses
 from headrace.producers.engines.scripted import ScriptedEngine
 from headrace.schemas.engine import EngineState
@@ -252,3 +254,46 @@ def test_two_histories_on_one_topic_are_told_and_the_first_is_kept():
     s.see(*trainer.steps(2))
     s.check_live(4)
     assert s.last.reason is None
+
+
+class LeakyFeed:
+    """A topic of which the first reading misses version 6."""
+
+    def __init__(self, records):
+        self._records, self._missed = records, 6
+        self._at = 0
+        self.rewound = threading.Event()
+
+    def backlog(self):
+        yield self.poll()
+
+    def poll(self):
+        new = [r for r in self._records[self._at :] if r.version != self._missed]
+        self._at = len(self._records)
+        threading.Event().wait(0.002)
+        return new
+
+    def rewind(self):
+        self._at, self._missed = 0, None
+        self.rewound.set()
+
+    def close(self):
+        pass
+
+
+def test_the_topic_is_read_again_for_a_record_that_was_missed(monkeypatch):
+    monkeypatch.setattr(role, "LOOK_BACK_SECONDS", (0.05, 1.0))
+    trainer = Trainer()
+    trainer.steps(7)
+    s = Setup(trainer)
+    feed = LeakyFeed(trainer.records)
+    arrived = threading.Event()
+    publish = s.subscriber._report._publish
+    s.subscriber._report._publish = lambda x: (publish(x), arrived.set() if x.version == 7 else None)
+    following = role.Following(s.subscriber, lambda: feed)
+    following.start()
+    assert feed.rewound.wait(20) and arrived.wait(20)
+    following.stop()
+    assert following.error is None
+    assert s.last.state is EngineState.STOPPED
+    s.check_live(7)
