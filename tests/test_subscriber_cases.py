@@ -189,6 +189,7 @@ def test_shards_are_followed_whatever_way_the_ranks_cut_them():
     s.see(trainer.records[0], *trainer.steps(2))
     s.check_live(2)
     assert len(trainer.records[2].blobs_of(BlobKind.DELTA)) == 3
+    assert len(trainer.records[0].blobs_of(BlobKind.ANCHOR)) == 3
     bad = trainer.step()
     trainer.overwrite(bad, BlobKind.DELTA, b"x" * bad.blobs[0].size, shard=1)
     s.see(bad)

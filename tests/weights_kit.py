@@ -8,6 +8,7 @@ from headrace.producers.engines.follower import Follower, FollowRule
 from headrace.producers.engines.pauses import Pauses
 from headrace.producers.engines.scripted import ScriptedEngine
 from headrace.producers.engines.subscriber import WeightSubscriber
+from headrace.schemas.anchor import write_anchor
 from headrace.schemas.delta import Change, encode_anchor, encode_delta, write_delta
 from headrace.schemas.weight_hash import set_hash, tensor_hashes
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
@@ -82,6 +83,19 @@ class Trainer:
     def _anchor(self, version: int) -> bytes:
         return encode_anchor(self.weights[version], version)
 
+    def _anchor_shards(self, version: int) -> list[bytes]:
+        return [self._anchor_shard(version, shard) for shard in range(self.shards)]
+
+    def _anchor_shard(self, version: int, shard: int) -> bytes:
+        parts, places = {}, {}
+        for name, bits in self.weights[version].items():
+            begin, end = (bits.size * i // self.shards for i in (shard, shard + 1))
+            parts[name] = bits.reshape(-1)[begin:end]
+            places[name] = (bits.shape, begin)
+        sink = io.BytesIO()
+        write_anchor(sink, parts, version, self.hash(version), places=places)
+        return sink.getvalue()
+
     def _blob(self, version: int, kind: BlobKind, data: bytes, shard: int = 0, shards: int = 1) -> WeightBlob:
         name = f"{self.prefix}/{version}-{kind}" + (f"-{shard}" if shards > 1 else "")
         ref = self.store.put(name, data)
@@ -96,7 +110,9 @@ class Trainer:
             for shard, data in enumerate(parts):
                 blobs.append(self._blob(version, BlobKind.DELTA, data, shard, self.shards))
         if version % self.anchor_every == 0:
-            blobs.append(self._blob(version, BlobKind.ANCHOR, self._anchor(version)))
+            parts = [self._anchor(version)] if self.shards == 1 else self._anchor_shards(version)
+            for shard, data in enumerate(parts):
+                blobs.append(self._blob(version, BlobKind.ANCHOR, data, shard, self.shards))
         return WeightRecord(
             policy_id="p",
             version=version,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...schemas.delta import compose, decode_anchor, decode_shards
+from ...schemas.anchor import decode_anchor_shards
+from ...schemas.delta import compose, decode_shards
 from ...schemas.dtypes import Dtype
-from ...schemas.errors import WeightUpdateError
 from ...schemas.update import TensorPatch, WeightUpdate, apply_update, weights_of
 from ...schemas.weights import BlobKind, WeightRecord
 
@@ -93,10 +93,8 @@ class Replica:
         return compose(updates)
 
     def _stage_anchor(self, record: WeightRecord, shards: Sequence[bytes]) -> WeightUpdate:
-        if len(shards) != 1:
-            raise WeightUpdateError("shards", f"{len(shards)} shards; this engine reads one")
-        update = decode_anchor(
-            shards[0],
+        update = decode_anchor_shards(
+            shards,
             version=record.version,
             weights_hash=record.weights_hash,
             shapes={name: bits.shape for name, bits in self._bits.items()} or None,
