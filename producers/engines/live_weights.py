@@ -123,8 +123,8 @@ class LiveWeights:
         """Rolling hash (uint64) of everything."""
         # Tensor by tensor, so that no second copy of the model exists.
         parts = (
-            entry_hash(name, tuple(p.shape), tensor_hash(_bits(name, p.data, self._formats[name])))
-            for name, p in self._parameters.items()
+            entry_hash(name, tuple(p.shape), tensor_hash(_bits(name, p.data, kind), kind))
+            for (name, p), kind in zip(self._parameters.items(), self._formats.values(), strict=True)
         )
         return sum(parts) & MASK
 

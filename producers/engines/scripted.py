@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import xxhash
 
+from ...schemas.dtypes import Dtype
 from ...schemas.errors import EngineError, EnginePoisonedError, WeightUpdateError
 from ...schemas.update import WeightUpdate, apply_update, check_same_tensors
 from ...schemas.weight_hash import set_hash
@@ -44,6 +45,7 @@ class ScriptedEngine:
     ) -> None:
         """`weights`: name -> uint16 bits, copied; without them a first anchor brings names and shapes."""
         self._weights = {name: bits.copy() for name, bits in (weights or {}).items()}
+        self._formats: dict[str, Dtype] = {}
         self._version = version
         self._vocab_size = vocab_size
         self._gate = gate if gate is not None else _no_delay
@@ -139,7 +141,8 @@ class ScriptedEngine:
         if not anchor and update.base_version != self._version:
             raise WeightUpdateError("base_version", f"{update.base_version} on top of {self._version}")
         if not self._weights:
-            self._weights = {name: np.zeros(shape, dtype=np.uint16) for name, shape in shapes.items()}
+            self._weights = {p.name: np.zeros(p.shape, dtype=p.dtype.bits) for p in update.patches}
+        self._formats.update((p.name, p.dtype) for p in update.patches)
         self._write(update)
         self._set_version(update.version)
         if anchor:
@@ -159,7 +162,7 @@ class ScriptedEngine:
 
     def weights_hash(self) -> int:
         """Rolling hash (uint64) of the weights."""
-        return set_hash(self._weights)
+        return set_hash(self._weights, dtypes=self._formats)
 
     def poison(self) -> None:
         """Refuse requests, and fail those in flight, until the next successful `apply` of an anchor."""
