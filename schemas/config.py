@@ -131,11 +131,25 @@ class SglangConfig(Section):
         return self
 
 
+class VllmConfig(Section):
+    """Of engine.kind "vllm": one in our process, or the server at `engine.url`."""
+
+    pause_mode: Literal["keep", "abort", "drain"] = "keep"
+    """Requests in flight at an update: go on after it, end with what they have, or are waited for."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share the model."""
+    handover: Path | None = None
+    """Folder in which updates wait for vLLM's workers, which must see it too; None: one in /dev/shm."""
+    args: dict[str, Any] = {}
+    """More of vLLM's own EngineArgs: gpu_memory_utilization, enforce_eager, ..."""
+
+
 class EngineConfig(Section):
-    kind: Literal["transformers", "scripted", "sglang"] = "transformers"
+    kind: Literal["transformers", "scripted", "vllm", "sglang"] = "transformers"
     """`sglang` drives the server at `url`; it has been tested against a stub, not on a real SGLang."""
     url: str | None = None
-    """http://host:port of the server that an engine of kind `sglang` drives."""
+    """http://host:port of the server that an engine of kind `sglang` drives; `vllm`: without it, one in our process."""
+    vllm: VllmConfig = VllmConfig()
     sglang: SglangConfig = SglangConfig()
     count: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"

@@ -74,6 +74,12 @@ def make_engine(config: Config, engine_id: str) -> Engine:
         from .sglang_connect import connect
 
         return connect(config, engine_id)
+    # Engines of one run must not sample the same.
+    seed = (config.run.seed * 1_000_003 + sum(engine_id.encode())) % 2**31
+    if config.engine.kind == "vllm":
+        from .vllm.connect import connect as connect_vllm
+
+        return connect_vllm(config, seed)
     if config.policy.model is None:
         raise ConfigError(
             "policy.model is not set: the engine needs the model's directory for its architecture"
@@ -83,8 +89,6 @@ def make_engine(config: Config, engine_id: str) -> Engine:
     from .transformers import TransformersEngine
 
     torch.set_num_threads(config.engine.threads)
-    # Engines of one run must not sample the same.
-    seed = (config.run.seed * 1_000_003 + sum(engine_id.encode())) % 2**31
     return TransformersEngine.from_directory(config.policy.model, config.engine, seed=seed)
 
 

@@ -1,0 +1,188 @@
+"""What runs inside each of vLLM's workers: `--worker-extension-cls headrace.producers.engines.vllm.worker.WorkerExtension`.
+
+Importing it registers the weight-transfer engine `headrace`, and keeps the CPU backend's weights unpacked. Arguments
+are strings and results plain trees, so that the methods can be called over HTTP (/collective_rpc) as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from ....schemas.errors import WeightUpdateError
+from . import cpu
+from .describe import layers_of, parameters_of
+from .handover import read_update
+from .live import LiveShard, Prepared
+from .proof import check_against_files
+from .shards import box_hash
+
+BACKEND = "headrace"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing: who sends is whoever may write the files."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Which of the updates that were staged."""
+
+    version: int
+
+
+class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Writes what was staged, in place."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        cpu.check_unpacked(model)
+        layers, unknown = layers_of(model)
+        self.shard = LiveShard(parameters_of(model), layers, dict(cpu.repackers(model)))
+        unknown += check_against_files(self.shard, Path(vllm_config.model_config.model))
+        if unknown:
+            self.shard.load = model.load_weights
+        self.unknown = unknown
+        self.staged: dict[int, Prepared] = {}
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Writing in place needs no preparation."""
+
+    def finish_weight_update(self) -> None:
+        """Nor an end."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Write a staged update; the base class would ask for an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Write a staged update. WeightUpdateError: nothing was written."""
+        version = int(update_info.version)
+        if version not in self.staged:
+            raise WeightUpdateError("handover", f"version {version} was not staged")
+        self.shard.write(self.staged.pop(version))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker class gains."""
+
+    weight_transfer_engine: Any
+
+    def headrace_hello(self) -> dict[str, Any]:
+        """What this rank is; raises where the engine was not started for headrace."""
+        engine = _engine(self)
+        return {
+            "unknown": engine.unknown,
+            "names": len(engine.shard.places),
+            "version": engine.shard.version,
+            "torn": engine.shard.torn,
+        }
+
+    def headrace_stage(self, path: str, digest: str) -> dict[str, Any]:
+        """Begin to check the update in `path`; `headrace_done` tells the outcome."""
+        engine = _engine(self)
+
+        def stage() -> None:
+            update = read_update(Path(path), digest)
+            engine.staged = {update.version: engine.shard.prepare(update)}
+
+        return self._headrace_begin(stage)
+
+    def headrace_verify(self, path: str, digest: str) -> dict[str, Any]:
+        """Begin to compare the live weights with the update in `path`; `headrace_done` tells the outcome."""
+        shard = _engine(self).shard
+        return self._headrace_begin(lambda: shard.verify(read_update(Path(path), digest)))
+
+    def headrace_done(self) -> dict[str, Any]:
+        """{"done": bool} and, once it is, {"error": [reason, detail] | None} of what was begun."""
+        begun: Future[None] = self._headrace_begun
+        if not begun.done():
+            return {"done": False}
+        return {"done": True, "error": _outcome(begun.result)}
+
+    def headrace_unstage(self) -> dict[str, Any]:
+        """Forget what was staged and not written."""
+        _engine(self).staged.clear()
+        return {}
+
+    def headrace_fits(self, version: str) -> dict[str, Any]:
+        """Whether a staged update goes on top of what is live."""
+        engine = _engine(self)
+        prepared = engine.staged.get(int(version))
+        if prepared is None:
+            return {"error": ["handover", f"version {version} was not staged"]}
+        return {"error": _outcome(lambda: engine.shard.check_base(prepared.update))}
+
+    def headrace_hashes(self) -> dict[str, Any]:
+        """Every tensor of the policy: its shape, format, and the hash of each box of it that this rank holds."""
+        shard = _engine(self).shard
+        if shard.torn:
+            return {"error": ["torn", "the weights are torn"], "tensors": []}
+        tensors: list[Any] = []
+        error = _outcome(lambda: tensors.extend(_hashed(shard)))
+        return {"error": error, "tensors": tensors}
+
+    def headrace_advance(self, version: str) -> dict[str, Any]:
+        """The same weights under another version."""
+        _engine(self).shard.version = int(version)
+        return {}
+
+    def _headrace_begin(self, work: Callable[[], None]) -> dict[str, Any]:
+        if not hasattr(self, "_headrace_pool"):
+            self._headrace_pool = ThreadPoolExecutor(1, thread_name_prefix="headrace")
+        self._headrace_begun = self._headrace_pool.submit(work)
+        return {}
+
+
+def _hashed(shard: LiveShard) -> Any:
+    for name, (shape, dtype) in shard.known.items():
+        boxes = [
+            [b.low, b.high, str(box_hash(shape, b.low, b.high, bits, dtype))] for b, bits in shard.read(name)
+        ]
+        yield [name, shape, dtype.value, boxes]
+
+
+def _engine(worker: Any) -> HeadraceWeights:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if not isinstance(engine, HeadraceWeights):
+        raise RuntimeError(
+            'vLLM was started without the weight transfer of headrace: add --weight-transfer-config \'{"backend": "headrace"}\''
+        )
+    return engine
+
+
+def _outcome(call: Any) -> list[str] | None:
+    """None, or the reason and the detail of a refusal."""
+    try:
+        call()
+    except WeightUpdateError as e:
+        return [e.reason, e.detail]
+    return None
+
+
+cpu.keep_unpacked()
+WeightTransferEngineFactory.register_engine(BACKEND, HeadraceWeights)
