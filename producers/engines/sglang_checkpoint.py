@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ class Checkpoint:
         self.path = path
         self._tensors: dict[str, np.ndarray] = {}
         self._dtypes: dict[str, Dtype] = {}
+        self._staged: tuple[WeightUpdate, dict[str, np.ndarray]] | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / FILE).unlink(missing_ok=True)
@@ -46,10 +46,9 @@ class Checkpoint:
         """Name -> shape; empty before the first anchor."""
         return {name: bits.shape for name, bits in self._tensors.items()}
 
-    @property
-    def tensors(self) -> Mapping[str, np.ndarray]:
-        """Name -> bit patterns in the tensor's shape, as they are in the file."""
-        return self._tensors
+    def bits(self, name: str) -> np.ndarray:
+        """One tensor's bit patterns in its shape, as they are in the file."""
+        return self._tensors[name]
 
     def dtype(self, name: str) -> Dtype:
         """Of one tensor."""
@@ -74,18 +73,35 @@ class Checkpoint:
                     "dtype", f"{patch.name} is {self._dtypes[patch.name]}, given {patch.dtype}"
                 )
 
+    def stage(self, update: WeightUpdate) -> None:
+        """Write an anchor's file beside the live one, which stays as it is. Raises EngineError."""
+        self._staged = None
+        if update.base_version is None:
+            # A new file: a server may still be reading the old one, after a call that was cut.
+            try:
+                fresh = _create(self.path / f"{FILE}.new", update)
+            except OSError as e:
+                raise _cannot(self.path, e) from None
+            apply_update(fresh, update)
+            self._staged = update, fresh
+
     def write(self, update: WeightUpdate) -> None:
         """Make the file hold `update`, which `check` has passed. Raises EngineError; the file is then of no use."""
-        try:
-            if update.base_version is None:
-                # A new file: a server may still be reading the old one after a call that was cut.
-                self._create(update)
+        if update.base_version is not None:
             apply_update(self._tensors, update)
+            return
+        if self._staged is None or self._staged[0] is not update:
+            self.stage(update)
+        assert self._staged is not None
+        try:
+            (self.path / f"{FILE}.new").replace(self.path / FILE)
         except OSError as e:
             raise _cannot(self.path, e) from None
+        self._tensors, self._staged = self._staged[1], None
+        self._dtypes = {p.name: p.dtype for p in update.patches}
 
-    def holds(self, update: WeightUpdate) -> str | None:
-        """The first tensor that is not as `update` says where it says something; None: it holds."""
+    def differs(self, update: WeightUpdate) -> str | None:
+        """The first tensor that is not as `update` says, where it says something."""
         for patch in update.patches:
             flat = self._tensors[patch.name].reshape(-1)
             if not np.array_equal(flat if patch.indices is None else flat[patch.indices], patch.bits):
@@ -94,35 +110,34 @@ class Checkpoint:
 
     def hash(self) -> int:
         """Rolling hash (uint64) of everything in the file."""
-        return set_hash(self._tensors)
+        return set_hash(self._tensors, dtypes=self._dtypes)
 
     def remove(self) -> None:
         """Delete the directory."""
-        self._tensors, self._dtypes = {}, {}
+        self._tensors, self._dtypes, self._staged = {}, {}, None
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _create(self, update: WeightUpdate) -> None:
-        # Wide elements first: then every tensor is aligned.
-        patches = sorted(update.patches, key=lambda p: (-p.dtype.bits.itemsize, p.name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for patch in patches:
-            end = at + patch.bits.nbytes
-            shape = list(patch.shape)
-            header[patch.name] = {"dtype": patch.dtype.safetensors, "shape": shape, "data_offsets": [at, end]}
-            at = end
-        head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % 8)
-        fresh = self.path / f"{FILE}.new"
-        with fresh.open("wb") as f:
-            f.write(len(head).to_bytes(8, "little") + head)
-            f.flush()
-            # All the room now: a memory map of a full file system kills the process instead of raising.
-            os.posix_fallocate(f.fileno(), 0, 8 + len(head) + at)
-        mapped = np.memmap(fresh, dtype=np.uint8, mode="r+", offset=8 + len(head))
-        self._tensors = {p.name: _view(mapped, p, *header[p.name]["data_offsets"]) for p in patches}
-        self._dtypes = {p.name: p.dtype for p in patches}
-        fresh.replace(self.path / FILE)
+
+def _create(path: Path, update: WeightUpdate) -> dict[str, np.ndarray]:
+    """A safetensors file with room for all of `update`; its tensors, still zero, as views of it. Raises OSError."""
+    # Wide elements first: then every tensor is aligned.
+    patches = sorted(update.patches, key=lambda p: (-p.dtype.bits.itemsize, p.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for patch in patches:
+        end = at + patch.bits.nbytes
+        shape = list(patch.shape)
+        header[patch.name] = {"dtype": patch.dtype.safetensors, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        f.flush()
+        # All the room now: a memory map in a full file system kills the process instead of raising.
+        os.posix_fallocate(f.fileno(), 0, 8 + len(head) + at)
+    mapped = np.memmap(path, dtype=np.uint8, mode="r+", offset=8 + len(head))
+    return {p.name: _view(mapped, p, *header[p.name]["data_offsets"]) for p in patches}
 
 
 def _view(mapped: np.ndarray, patch: TensorPatch, start: int, end: int) -> np.ndarray:
