@@ -60,20 +60,21 @@ def write_anchor(
 ) -> int:
     """Write `weights` to `sink` as a safetensors file; returns its size. No copy of the weights is made.
 
+    Each of `weights` is asked for twice, so that a mapping may make them on demand.
     `weights_hash`: set hash of the whole model. `places`: where each of `weights` is a shard, its place.
     """
     header: dict[str, Any] = {}
-    digests, at, views = {}, 0, []
-    for name, bits in sorted(weights.items()):
+    digests, at = {}, 0
+    for name in sorted(weights):
+        bits = weights[name]
         dtype = dtype_of(name, bits, dtypes)
-        data = np.ascontiguousarray(bits, dtype=bits.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+        data = _bytes(bits)
         digests[name] = hashlib.sha256(data).hexdigest()
         header[name] = {
             "dtype": dtype.safetensors,
             "shape": list(bits.shape),
             "data_offsets": [at, at + len(data)],
         }
-        views.append(data)
         at += len(data)
     metadata = {"format": ANCHOR_FORMAT, "version": str(version), "weights_hash": str(weights_hash)}
     metadata["sha256"] = json.dumps(digests)
@@ -83,9 +84,14 @@ def write_anchor(
     head = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     sink.write(len(head).to_bytes(8, "little") + head)
-    for view in views:
-        sink.write(memoryview(view))
+    for name in sorted(weights):
+        sink.write(memoryview(_bytes(weights[name])))
     return 8 + len(head) + at
+
+
+def _bytes(bits: np.ndarray) -> np.ndarray:
+    """As they lie in the file."""
+    return np.ascontiguousarray(bits, dtype=bits.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
 
 
 def decode_anchor(

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from kafka import KafkaConsumer
 
-from ...schemas.delta import apply_update, decode_anchor, decode_delta, weights_of
+from ...schemas.anchor import decode_anchor_shards
+from ...schemas.delta import apply_update, decode_shards, weights_of
 from ...schemas.errors import BrokerError, InvalidMessageError, WeightUpdateError
-from ...schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
+from ...schemas.weights import WEIGHTS, BlobKind, WeightRecord
 from ...streams.blobs import BlobRef, BlobStore
 from ...streams.kafka import partitions_of
 
@@ -86,15 +87,16 @@ def load_bits(
 ) -> dict[str, np.ndarray]:
     """Name -> uint16 bf16 bits of the chain's last version. Raises WeightUpdateError, BlobError."""
     first = chain[0]
-    (anchor,) = first.blobs_of(BlobKind.ANCHOR)
-    update = decode_anchor(
-        store.get(_ref(anchor)), version=first.version, weights_hash=first.weights_hash, shapes=shapes
+    update = decode_anchor_shards(
+        _blobs(first, BlobKind.ANCHOR, store),
+        version=first.version,
+        weights_hash=first.weights_hash,
+        shapes=shapes,
     )
     bits, hashes = weights_of(update), dict(update.hashes)
     for record in chain[1:]:
-        (delta,) = record.blobs_of(BlobKind.DELTA)
-        update = decode_delta(
-            store.get(_ref(delta)),
+        update = decode_shards(
+            _blobs(record, BlobKind.DELTA, store),
             bits,
             base_version=record.version - 1,
             version=record.version,
@@ -106,5 +108,6 @@ def load_bits(
     return bits
 
 
-def _ref(blob: WeightBlob) -> BlobRef:
-    return BlobRef(blob.uri, blob.size, blob.sha256)
+def _blobs(record: WeightRecord, kind: BlobKind, store: BlobStore) -> list[bytes]:
+    """What each rank stored, in shard order."""
+    return [store.get(BlobRef(b.uri, b.size, b.sha256)) for b in record.blobs_of(kind)]

@@ -65,7 +65,7 @@ class TrainerLoop:
 
     def announce(self, *, anchor: bool = False) -> None:
         """Publish the present weights without a step: version 0, or (`anchor`) the log's weights once more."""
-        record = self._publisher.encode(self._learner.bits(), anchor=anchor)
+        record = self._publisher.encode(self._learner.master, anchor=anchor)
         self._learner.version = record.version
         self._commit(dataclasses.replace(record, config_hash=self._settings, consumed=self._consumed))
         logger.info("anchor published version=%d hash=%016x", record.version, record.weights_hash)
@@ -124,7 +124,7 @@ class TrainerLoop:
         started = self._now()
         result = self._learner.step(rows)
         updated = self._now()
-        record = self._publisher.encode(self._learner.bits())
+        record = self._publisher.encode(self._learner.master)
         timing = Timing(stall=stall, update=updated - started, publish=self._now() - updated)
         values = step_metrics(result, trained, timing, self._peak)
         values["stale_in_queue"] = float(self._stale_in_queue)

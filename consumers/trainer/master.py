@@ -81,6 +81,11 @@ class Master:
         for name, p in parameters.items():
             local_of(p).copy_(self.weights[name].to(torch.bfloat16))
 
+    def values(self, name: str) -> np.ndarray:
+        """This rank's rows of one tensor: float32, or their bf16 bits where they are on another device."""
+        weight = self.weights[name].detach()
+        return weight.numpy() if weight.device.type == "cpu" else bf16_bits(weight)
+
     def bits(self) -> dict[str, np.ndarray]:
         """Name -> this rank's rows rounded to bf16 (nearest, ties to even), as uint16 bit patterns: a copy."""
         return {name: bf16_bits(w) for name, w in self.weights.items()}

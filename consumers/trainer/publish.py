@@ -1,5 +1,5 @@
-"""A version goes out: delta (and anchor) encoded, blobs stored, then one Kafka transaction with the weight record,
-the offsets of the samples that made it, and the dead letters of those that could not be read.
+"""A version goes out: its blobs stored (emit.py), then one Kafka transaction with the weight record, the offsets of
+the samples that made it, and the dead letters of those that could not be read.
 
 All or nothing: what fails before the commit leaves no record, and the next trainer redoes the step. The
 transactional id is the policy's, so a second trainer fences the first.
@@ -7,13 +7,11 @@ transactional id is the policy's, so a second trainer fences the first.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from kafka import KafkaProducer, TopicPartition
 from kafka.errors import (
     InvalidProducerEpochError,
@@ -28,31 +26,23 @@ from ...schemas import topics as t
 from ...schemas.codec import version_headers
 from ...schemas.config import KafkaConfig
 from ...schemas.deadletter import DeadLetter, dead_letter_record
-from ...schemas.delta import encode_anchor, encode_delta
-from ...schemas.errors import (
-    BlobError,
-    BrokerError,
-    BrokerUnreachableError,
-    FencedError,
-    InvalidMessageError,
-)
-from ...schemas.weight_hash import set_hash, tensor_hashes
-from ...schemas.weights import WEIGHTS, BlobKind, WeightBlob, WeightRecord
+from ...schemas.errors import BrokerError, BrokerUnreachableError, FencedError, InvalidMessageError
+from ...schemas.weights import WEIGHTS, WeightRecord
 from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.bounded import TRANSACTION_SECONDS, bounded
 from ...streams.kafka import make_producer
+from .emit import RETRY_SECONDS, Emitter
+from .team import Team
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 180.0
 """A broker that was killed is back in its cluster within a quarter of a minute; a machine restarts in minutes."""
-RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
-"""Pauses between attempts to store a blob."""
 
 
-class Publisher:
-    """Publishes the versions of one policy, in order."""
+class Publisher(Emitter):
+    """Publishes the versions of one policy, in order. On rank 0; the others are Emitters."""
 
     def __init__(
         self,
@@ -62,65 +52,17 @@ class Publisher:
         policy_id: str,
         *,
         anchor_every: int,
+        team: Team | None = None,
+        threads: int = 1,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`producer`: transactional, `init_transactions` done: see `make_transactional`."""
-        self._producer, self._store, self._policy_id = producer, store, policy_id
+        super().__init__(store, policy_id, anchor_every=anchor_every, team=team, threads=threads, sleep=sleep)
+        self._producer = producer
         self._topic = topics.name(t.WEIGHTS, policy_id)
         self._samples_topic = topics.name(t.SAMPLES, policy_id)
         self._letters_topic = topics.name(t.DEADLETTERS)
         self._group = topics.group("trainer", policy_id)
-        self._anchor_every, self._sleep = anchor_every, sleep
-        self._version = -1
-        self._bits: dict[str, np.ndarray] = {}
-        self._hashes: dict[str, int] = {}
-
-    def stand_at(self, version: int, bits: dict[str, np.ndarray]) -> None:
-        """The log's newest version is `version`, with `bits`: the next delta goes on top of it."""
-        self._version, self._bits, self._hashes = version, bits, tensor_hashes(bits)
-
-    @property
-    def weights_hash(self) -> int:
-        """Of the newest version."""
-        return set_hash(self._bits, self._hashes)
-
-    def encode(self, bits: dict[str, np.ndarray], *, anchor: bool = False) -> WeightRecord:
-        """The next version's record with its blobs stored, not yet sent. Raises BlobError.
-
-        The first version is an anchor; every `anchor_every`-th has one beside its delta; `anchor`: only an anchor.
-        """
-        version = self._version + 1
-        blobs: list[WeightBlob] = []
-        total = sum(b.size for b in bits.values())
-        base: dict[str, Any] = {"base_version": None, "base_hash": None, "changed_elements": total}
-        if version == 0 or anchor:
-            self._hashes = tensor_hashes(bits)
-            weights_hash = set_hash(bits, self._hashes)
-        else:
-            delta = encode_delta(
-                self._bits, bits, base_version=self._version, version=version, base_hashes=self._hashes
-            )
-            self._hashes, weights_hash = dict(delta.hashes), delta.weights_hash
-            base = {
-                "base_version": self._version,
-                "base_hash": delta.base_hash,
-                "changed_elements": delta.changed,
-            }
-            blobs.append(self.put(BlobKind.DELTA, version, delta.blob))
-            metrics.delta_bytes.inc(len(delta.blob))
-        if version % self._anchor_every == 0 or anchor:
-            blobs.append(self.put(BlobKind.ANCHOR, version, encode_anchor(bits, version, weights_hash)))
-        self._version, self._bits = version, bits
-        return WeightRecord(
-            policy_id=self._policy_id,
-            version=version,
-            weights_hash=weights_hash,
-            blobs=tuple(blobs),
-            total_elements=total,
-            full_bytes=2 * total,
-            created_ms=int(time.time() * 1000),
-            **base,
-        )
 
     def commit(self, record: WeightRecord, refused: Sequence[tuple[Any, InvalidMessageError]] = ()) -> None:
         """Send `record`, its offsets and the dead letters in one transaction. Raises FencedError, BrokerError.
@@ -151,25 +93,11 @@ class Publisher:
             ) from e
         except KafkaError as e:
             raise BrokerError(f"version {record.version} could not be published: {e}") from e
+        self.settle()
 
     def close(self) -> None:
         """Release the client; an open transaction is aborted by the broker."""
         self._producer.close(timeout=5)
-
-    def put(self, kind: BlobKind, version: int, data: bytes) -> WeightBlob:
-        """Store one blob of `version`. Raises BlobError."""
-        digest = hashlib.sha256(data).hexdigest()
-        name = f"weights/{self._policy_id}/v{version:06d}-{kind}-{digest[:8]}"
-        for pause in (*RETRY_SECONDS, None):
-            try:
-                ref = self._store.put(name, data)
-                return WeightBlob(kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256)
-            except BlobError as e:
-                if pause is None:
-                    raise
-                logger.warning("blob %s not stored, again in %.1f s: %s", name, pause, e)
-                self._sleep(pause)
-        raise AssertionError("unreachable")
 
     def _send_letter(self, record: Any, error: InvalidMessageError) -> Any:
         letter = DeadLetter(

@@ -17,13 +17,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...schemas.config import TrainerConfig
 from ...schemas.errors import BlobCorruptError, BlobNotFoundError, InvalidMessageError
 from ...schemas.sample import SAMPLE, Sample
-from ...schemas.weight_hash import set_hash
 from ...schemas.weights import WeightRecord
 from ...streams.blobs import BlobStore
 from .batch import Row
@@ -62,7 +60,6 @@ class RedoError(Exception):
 class Resumed:
     """Where the learner stands."""
 
-    bits: dict[str, np.ndarray]
     exact: bool
     """False: the weights are the log's, but the digits below bf16 or the optimizer are not those that made them."""
     reanchor: bool
@@ -101,7 +98,7 @@ class Redo:
         if record.config_hash != settings:
             raise RedoError(f"version {record.version} was made with other settings")
         result = learner.step(self._rows(record))
-        found = set_hash(learner.bits())
+        found = learner.weights_hash()
         if found != record.weights_hash:
             raise RedoError(
                 f"version {result.version} came out with hash {found:016x}, the log says {record.weights_hash:016x}: "
@@ -147,7 +144,7 @@ def resume(
                     raise RedoError(f"version {version} is not in the log")
                 redo.step(learner, record, settings)
                 logger.info("step redone from the log version=%d", version)
-            return Resumed(bits=learner.bits(), exact=True, reanchor=False)
+            return Resumed(exact=True, reanchor=False)
         except RedoError as e:
             logger.error("the log's steps cannot be redone: %s; going on from its weights", e)
     else:
@@ -157,11 +154,9 @@ def resume(
             newest.version + 1,
             newest.version,
         )
-    shapes = {name: bits.shape for name, bits in learner.bits().items()}
-    bits = load_bits(history.chain(newest.version), store, shapes)
-    replaced = learner.adopt(bits, newest.version)
+    replaced = learner.adopt(load_bits(history.chain(newest.version), store, learner.shapes), newest.version)
     logger.warning("weights taken from the log version=%d elements_replaced=%d", newest.version, replaced)
-    return Resumed(bits=bits, exact=False, reanchor=loaded)
+    return Resumed(exact=False, reanchor=loaded)
 
 
 def _load(learner: Learner, infos: Sequence[CheckpointInfo], checkpoints: Checkpoints) -> bool:

@@ -107,7 +107,7 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
         samples = reader(t.SAMPLES, policy_id)
         resumed = resume(learner, history, checkpoints, Redo(samples, payloads, store), store, settings)
         samples.close()
-        publisher.stand_at(newest.version, resumed.bits)
+        publisher.stand_at(newest.version, learner.master)
         if resumed.reanchor:
             loop.announce(anchor=True)
     loop.save(force=True)

@@ -86,14 +86,14 @@ class TorchTeam:
 
 
 def together(team: Team, work: Callable[[], bytes]) -> list[bytes]:
-    """What `work` returned on every rank, in rank order. Where it raises a HeadraceError, every rank raises.
+    """What `work` returned on every rank, in rank order. Where it raises a HeadraceError or OSError, all raise.
 
     That is the error itself on its own rank and a TeamError with its text on the others.
     """
-    failure: HeadraceError | None = None
+    failure: HeadraceError | OSError | None = None
     try:
         mine = _DONE + work()
-    except HeadraceError as e:
+    except (HeadraceError, OSError) as e:
         failure, mine = e, _FAILED + str(e).encode()
     parts = team.exchange(mine)
     if failure is not None:

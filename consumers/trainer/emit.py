@@ -1,0 +1,268 @@
+"""A version becomes blobs: each rank encodes its own part, tensor by tensor, and stores it; nothing is gathered but
+where the parts lie and what they add to the hashes, and from that every rank makes the same weight record.
+
+The bits of the newest version that is in the log are kept (2 bytes a parameter): the next delta goes on top of
+them. They change when a version is `settle`d, so an encoding that fails, or a record that does not get into the
+log, leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from ...schemas.anchor import write_anchor
+from ...schemas.delta import Change, write_delta
+from ...schemas.dtypes import Dtype
+from ...schemas.errors import BlobError
+from ...schemas.rounding import CHUNK, changed, rounded
+from ...schemas.weight_hash import shapes_hash, sum_hashes, tensor_hash
+from ...schemas.weights import BlobKind, WeightBlob, WeightRecord
+from ...streams import metrics
+from ...streams.blobs import BlobStore
+from .orders import Order, tell
+from .shards import Span
+from .team import Alone, Team, together
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
+"""Pauses between attempts to store a blob."""
+IN_MEMORY_BYTES = 64 << 20
+"""A blob larger than this is written to a temporary file first."""
+
+
+class Source(Protocol):
+    """The weights as the trainer has them: this rank's rows."""
+
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Name -> which part of the whole tensor is here."""
+
+    def values(self, name: str) -> np.ndarray:
+        """Of one tensor's rows: float32, to be rounded to bf16, or its bf16 bits (uint16). Not written to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a rank tells the others of its part of a version."""
+
+    hashes: dict[str, int]
+    """What it adds to each tensor's rolling hash."""
+    changed: int = 0
+    """Elements."""
+    blob: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A version that is stored, and not yet in the log."""
+
+    version: int
+    source: Source
+    hashes: dict[str, int]
+    weights_hash: int
+
+
+class Emitter:
+    """One rank's part of every version of a policy, in order. Its methods are called on all ranks alike."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        policy_id: str,
+        *,
+        anchor_every: int,
+        team: Team | None = None,
+        threads: int = 1,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store, self._policy_id = store, policy_id
+        self._anchor_every, self._threads, self._sleep = anchor_every, threads, sleep
+        self._team: Team = Alone() if team is None else team
+        self._version, self._weights_hash = -1, 0
+        self._bits: dict[str, np.ndarray] = {}
+        self._hashes: dict[str, int] = {}
+        self._pending: _Pending | None = None
+
+    @property
+    def weights_hash(self) -> int:
+        """Of the newest version in the log, whole."""
+        return self._weights_hash
+
+    def stand_at(self, version: int, source: Source) -> None:
+        """The log's newest version is `version`, with the weights of `source`: the next delta goes on top of it."""
+        tell(self._team, Order.STAND, lambda: str(version).encode())
+        hashes = _hashes(source)
+        parts = [json.loads(p) for p in self._team.exchange(json.dumps(hashes).encode())]
+        shapes = {name: span.shape for name, span in source.spans.items()}
+        self._bits = {name: rounded_bits(source, name) for name in source.spans}
+        self._version, self._hashes, self._pending = version, hashes, None
+        self._weights_hash = shapes_hash(shapes, sum_hashes(parts))
+
+    def encode(self, source: Source, *, anchor: bool = False) -> WeightRecord:
+        """The next version's record with its blobs stored, not yet sent: the same on every rank.
+
+        The first version is an anchor; every `anchor_every`-th has one beside its delta; `anchor`: only an anchor.
+        Raises BlobError where a blob could not be stored, and TeamError on the ranks where it could; what this rank
+        stands on is untouched then. `source` must stay as it is until `settle`.
+        """
+        tell(self._team, Order.ENCODE, lambda: b"anchor" if anchor else b"")
+        version = self._version + 1
+        alone = version == 0 or anchor
+        told = together(self._team, lambda: self._part(source, version, alone))
+        parts = [_Part(**json.loads(t)) for t in told]
+        shapes = {name: span.shape for name, span in source.spans.items()}
+        weights_hash = shapes_hash(shapes, sum_hashes(p.hashes for p in parts))
+        blobs = [_blob(p.blob) for p in parts if p.blob is not None]
+        metrics.delta_bytes.inc(sum(b.size for b in blobs))
+        if alone or version % self._anchor_every == 0:
+            told = together(self._team, lambda: self._anchor(source, version, weights_hash))
+            blobs += [_blob(json.loads(t)) for t in told]
+        self._pending = _Pending(version, source, parts[self._team.rank].hashes, weights_hash)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        return WeightRecord(
+            policy_id=self._policy_id,
+            version=version,
+            base_version=None if alone else version - 1,
+            base_hash=None if alone else self._weights_hash,
+            weights_hash=weights_hash,
+            blobs=tuple(blobs),
+            changed_elements=total if alone else sum(p.changed for p in parts),
+            total_elements=total,
+            full_bytes=total * Dtype.BF16.bits.itemsize,
+            created_ms=int(time.time() * 1000),
+        )
+
+    def settle(self) -> None:
+        """The version that was encoded last is in the log: its bits are what the next delta goes on top of."""
+        pending = self._pending
+        if pending is None:
+            return
+        tell(self._team, Order.SETTLE)
+        for name, h in pending.hashes.items():
+            if name not in self._bits:
+                self._bits[name] = rounded_bits(pending.source, name)  # version 0
+            elif self._hashes[name] != h:
+                flat = self._bits[name].reshape(-1)
+                where, bits = changed(flat, pending.source.values(name).reshape(-1), Dtype.BF16)
+                flat[where] = bits
+        self._version, self._weights_hash = pending.version, pending.weights_hash
+        self._hashes, self._pending = pending.hashes, None
+
+    def put(self, kind: BlobKind, version: int, data: bytes) -> WeightBlob:
+        """Store one blob of `version` that is not cut into shards. Raises BlobError."""
+        return self._upload(io.BytesIO(data), kind, version, shard=0, shards=1)
+
+    def _part(self, source: Source, version: int, alone: bool) -> bytes:
+        """Store this rank's delta, if there is one."""
+        if alone:
+            return _json(_Part(hashes=_hashes(source)))
+        shard, shards = self._team.rank, self._team.size
+        with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as file:
+            totals = write_delta(
+                file,
+                self._changes(source),
+                base_version=self._version,
+                version=version,
+                shard=shard,
+                shards=shards,
+                threads=self._threads,
+            )
+            blob = self._upload(file, BlobKind.DELTA, version, shard=shard, shards=shards)
+        return _json(_Part(hashes=dict(totals.hashes), changed=totals.changed, blob=asdict(blob)))
+
+    def _changes(self, source: Source) -> Iterator[Change]:
+        for name in sorted(source.spans):
+            span = source.spans[name]
+            yield Change(
+                name=name,
+                old=self._bits[name],
+                new=source.values(name),
+                dtype=Dtype.BF16,
+                shape=span.shape,
+                flat_offset=span.start,
+                base_hash=self._hashes[name],
+            )
+
+    def _anchor(self, source: Source, version: int, weights_hash: int) -> bytes:
+        """Store all of this rank's rows."""
+        shard, shards = self._team.rank, self._team.size
+        places = {name: (s.shape, s.start) for name, s in source.spans.items()}
+        with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as file:
+            write_anchor(file, _Rounded(source), version, weights_hash, places=places if shards > 1 else None)
+            blob = self._upload(file, BlobKind.ANCHOR, version, shard=shard, shards=shards)
+        return json.dumps(asdict(blob)).encode()
+
+    def _upload(
+        self, file: IO[bytes], kind: BlobKind, version: int, *, shard: int, shards: int
+    ) -> WeightBlob:
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        place = f"-{shard}of{shards}" if shards > 1 else ""
+        name = f"weights/{self._policy_id}/v{version:06d}-{kind}{place}-{digest[:8]}"
+        for pause in (*RETRY_SECONDS, None):
+            try:
+                file.seek(0)
+                ref = self._store.put(name, file.read())
+                return WeightBlob(
+                    kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256, shard=shard, shards=shards
+                )
+            except BlobError as e:
+                if pause is None:
+                    raise
+                logger.warning("blob %s not stored, again in %.1f s: %s", name, pause, e)
+                self._sleep(pause)
+        raise AssertionError("unreachable")
+
+
+class _Rounded(Mapping[str, np.ndarray]):
+    """Name -> bf16 bits of the rows that are here, made when they are asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return rounded_bits(self._source, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.spans)
+
+    def __len__(self) -> int:
+        return len(self._source.spans)
+
+
+def rounded_bits(source: Source, name: str) -> np.ndarray:
+    """A copy of one tensor's rows as bf16 bits (uint16)."""
+    values = source.values(name)
+    if values.dtype == np.uint16:
+        return values.copy()
+    flat, bits = values.reshape(-1), np.empty(values.size, dtype=np.uint16)
+    for at in range(0, len(flat), CHUNK):
+        bits[at : at + CHUNK] = rounded(flat[at : at + CHUNK], Dtype.BF16)
+    return bits.reshape(values.shape)
+
+
+def _hashes(source: Source) -> dict[str, int]:
+    return {
+        name: tensor_hash(rounded_bits(source, name), Dtype.BF16, span.start)
+        for name, span in source.spans.items()
+    }
+
+
+def _blob(told: Mapping[str, Any]) -> WeightBlob:
+    return WeightBlob(**{**told, "kind": BlobKind(told["kind"])})
+
+
+def _json(part: _Part) -> bytes:
+    return json.dumps(asdict(part)).encode()
