@@ -56,11 +56,22 @@ class RequestError(HeadraceError):
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
-def context_overflow(tokens: int, limit: int) -> RequestError:
-    """The prompt leaves no room. Codex and LiteLLM look at the code, Claude Code at the words."""
-    return RequestError(
-        f"prompt is too long: {tokens} tokens > {limit} maximum", param="messages", code=CONTEXT_LENGTH
-    )
+class ContextOverflow(RequestError):
+    """The prompt leaves no room. Codex and LiteLLM look at the code, Claude Code and others at the words."""
+
+    def __init__(self, amount: int, limit: int, unit: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} {unit}, but the prompt holds {amount} {unit}. "
+            "Shorten the conversation.",
+            param="messages",
+            code=CONTEXT_LENGTH,
+        )
+        self.anthropic = f"prompt is too long: {amount} {unit} > {limit} maximum"
+
+
+def context_overflow(amount: int, limit: int, unit: str = "tokens") -> RequestError:
+    """`amount` of `unit` where `limit` are possible."""
+    return ContextOverflow(amount, limit, unit)
 
 
 def busy(why: str, *, retry_after: int = 1) -> RequestError:
@@ -77,4 +88,5 @@ def openai_error(e: RequestError) -> dict[str, Any]:
 def anthropic_error(e: RequestError) -> dict[str, Any]:
     """The body of an error in the Messages API."""
     kind = ANTHROPIC_TYPES.get(e.status, "api_error" if e.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": e.message}}
+    message = e.anthropic if isinstance(e, ContextOverflow) else e.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
