@@ -1,8 +1,7 @@
 """The exact renderer for ChatML: Qwen3 and its relatives, whose turns are <|im_start|>role ... <|im_end|>.
 
 How a message is written depends on what came before it, never on what comes after: so each prefix of a
-conversation is a prefix of its tokens. Where Qwen3's own template breaks that rule (it drops reasoning from
-earlier turns, and writes an empty <think> block into the last), this renderer keeps it.
+conversation is a prefix of its tokens. `ChatMLRenderer` lists where Qwen3's own template does otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +38,23 @@ class ChatMLStyle:
 
 
 class ChatMLRenderer:
-    """A Renderer; see there for what the methods promise."""
+    """A Renderer; see there for what the methods promise.
+
+    Id for id what Qwen3's chat template and tokenizer give, except:
+
+    - Reasoning of turns before the last question: the template drops it, which rewrites tokens that were sampled.
+      Here it stays where the client sends it.
+    - Reasoning inside an answer's text (`<think>..</think>answer`): the template cuts it out there and prints it as
+      a block. Here text is text; an API's parser puts reasoning into its own field.
+    - An answer as the last message: the template writes an empty <think> block into it, and none once it is not
+      the last. Here none.
+    - Tool arguments that a server has parsed before it renders them are printed anew (spaces, escapes). Here the
+      client's bytes stay.
+    - Control tokens spelled in messages and tools (`<|im_end|>`, `<tool_call>`): the tokenizer makes them real.
+      Here they are ordinary text.
+    - A developer's messages: the template drops them. Here they are system messages.
+    - A sampled turn stays as it was sampled: the template's text of it may have other tokens.
+    """
 
     def __init__(self, tokenizer: Any, style: ChatMLStyle | None = None) -> None:
         """`tokenizer`: as TextEncoder takes it. RenderError where it has no ChatML control tokens."""
@@ -149,7 +164,7 @@ class ChatMLRenderer:
         """A turn that was not sampled here: an example, or history of another session."""
         parts += [self._start, "assistant\n"]
         text = message.text
-        if message.reasoning is not None:
+        if message.reasoning:
             thought = message.reasoning.strip("\n")
             parts += [
                 self._text.marker("<think>"),
