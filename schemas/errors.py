@@ -9,6 +9,7 @@
         BlobNotFoundError
         BlobCorruptError                    size or hash differs from what the record says
         BlobNameError                       not a plain path under the store's root
+        BlobUnavailableError                the store does not answer, or says that it cannot now: try again later
       WeightUpdateError                     an update that must not be applied, with `reason`
       EngineError                           the engine cannot serve this request
         EnginePoisonedError                 its weights are torn; it serves nothing until it has reloaded
@@ -61,6 +62,10 @@ class BlobCorruptError(BlobError):
 
 class BlobNameError(BlobError):
     """A blob name that is not a plain path under the store's root."""
+
+
+class BlobUnavailableError(BlobError):
+    """The object store does not answer, or says that it cannot now (5xx, throttling): the blob may well be there."""
 
 
 class WeightUpdateError(HeadraceError):

@@ -91,6 +91,25 @@ def best_broker(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("kafka_broker" if os.environ.get("KAFKA_HOME") else "embedded_broker")
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """An S3 server on this machine, one for the session."""
+    from s3_server import S3Server
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The S3 server (s3_server.S3Server), found by its environment variables, that refuses nothing."""
+    s3_server.configure(monkeypatch)
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+    yield s3_server
+    s3_server.refuse = None
+
+
 @pytest.fixture
 def namespace() -> str:
     """A topic prefix that no other test uses."""

@@ -131,7 +131,7 @@ def test_a_write_that_fails_leaves_neither_the_blob_nor_its_part(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store._fs, "mv", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(BlobError, match="No space left"):
         store.put("a/b", b"new")
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
