@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+import anthropic
+import openai
 from gateway_kit import END, ids, tokenizer
 
 from headrace.producers.engines.protocol import GenerateRequest, GenerateResult, VersionSpan
@@ -208,9 +212,36 @@ def status(i: int = 0, *, version: int = 3, state: EngineState = EngineState.IDL
     )
 
 
+@functools.cache
+def _shared() -> Running:
+    """One gateway for all tests that need no settings of their own: starting one takes half a second."""
+    gateway = Running(Speaker(in_turn("")))
+    gateway.__enter__()
+    atexit.register(gateway.__exit__)
+    return gateway
+
+
 @contextlib.contextmanager
 def running(*texts: str, **settings: Any) -> Iterator[tuple[Running, Speaker]]:
     """A gateway with one engine that says `texts` in turn."""
-    speaker = Speaker(in_turn(*texts))
-    with Running(speaker, **settings) as found:
-        yield found, speaker
+    if settings:
+        with Running(Speaker(in_turn(*texts)), **settings) as found:
+            yield found, found.engines[0]
+        return
+    gateway = _shared()
+    for kept in (gateway.published, gateway.feedback, gateway.counts):
+        kept.clear()
+    gateway.engines[0].__init__(in_turn(*texts))  # type: ignore[misc]
+    yield gateway, gateway.engines[0]
+
+
+@functools.cache
+def openai_client(url: str, key: str = "none") -> openai.OpenAI:
+    """Without retries."""
+    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=10)
+
+
+@functools.cache
+def anthropic_client(url: str) -> anthropic.Anthropic:
+    """Without retries."""
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=10)

@@ -119,6 +119,8 @@ class Head:
     """Unix seconds."""
     call: Call
     prompt_tokens: int
+    echoed: str = ""
+    """What the completions API says before the answer."""
     handles: tuple[str, ...] = ()
     """One per choice: the opaque mark that the client sends back with the turn."""
 

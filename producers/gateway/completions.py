@@ -14,10 +14,8 @@ from .errors import RequestError, openai_error
 class CompletionsWriter:
     """A `text_completion`, or its chunks."""
 
-    def __init__(self, head: Head, prompt_text: str = "") -> None:
-        """`prompt_text`: for `echo`."""
-        self._head = head
-        self._echo = prompt_text if head.call.echo else ""
+    def __init__(self, head: Head) -> None:
+        self._head, self._echo = head, head.echoed
 
     def begin(self) -> bytes:
         """The prompt, where it is to be echoed."""

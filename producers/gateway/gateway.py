@@ -240,7 +240,10 @@ class Gateway:
             listeners.append(
                 Listener(self.model, self._marks, call, index=i, new_id=new_id, reasoning=reasoning)
             )
-        return Turn(requests, listeners, ended=ended), self._head(call, turn_id, len(prompt))
+        head = self._head(call, turn_id, len(prompt))
+        if call.echo:
+            head = dataclasses.replace(head, echoed=self.model.decode(prompt))
+        return Turn(requests, listeners, ended=ended), head
 
     def _head(self, call: Call, turn_id: str, prompt_tokens: int) -> Head:
         handles = tuple(f"{turn_id}-{i}" for i in range(call.sampling.n))

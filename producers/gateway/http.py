@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -125,45 +125,33 @@ async def send_turn_stream(
     """
     begun = False
 
-    async def begin(extra: bytes = b"") -> None:
+    async def more(make: Callable[[], bytes]) -> None:
+        """Send what `make` writes, behind the beginning of the response where that is still to come."""
         nonlocal begun
-        begun = True
-        told = _version(turn) or {"x-headrace-policy-version": str(version)}
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": _raw({**sse.HEADERS, **headers, **told}),
-            }
-        )
-        await send({"type": "http.response.body", "body": writer.begin() + extra, "more_body": True})
+        head = b""
+        if not begun:
+            begun = True
+            told = _version(turn) or {"x-headrace-policy-version": str(version)}
+            raw = _raw({**sse.HEADERS, **headers, **told})
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            head = writer.begin()
+        if body := head + make():
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async with contextlib.aclosing(turn.follow(keepalive)) as batches:
         try:
             async for batch in batches:
-                if not batch:
-                    await (send(_more(writer.ping())) if begun else begin(writer.ping()))
-                    continue
-                body = b"".join(map(writer.event, batch))
-                if not begun:
-                    await begin(body)
-                elif body:
-                    await send(_more(body))
+                await more((lambda batch=batch: b"".join(map(writer.event, batch))) if batch else writer.ping)
         except RequestError as e:
             if not begun:
                 raise
             presence.over()
             await send({"type": "http.response.body", "body": writer.failed(e)})
             return
-    if not begun:
-        await begin()
+    await more(bytes)
     body = writer.end(turn.usage)
     presence.over()
     await send({"type": "http.response.body", "body": body})
-
-
-def _more(body: bytes) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 def _version(turn: Turn) -> dict[str, str]:
