@@ -102,7 +102,9 @@ class SglangStub:
         self.api_key, self.admin_key, self.step_seconds = api_key, admin_key, step_seconds
         self.stream_interval = stream_interval
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.sampled = 0
+        self.sampled = self.cached = 0
+        self.budget: int | None = None
+        """`sampled` stops here; requests that are to end still do."""
         self.faults: defaultdict[str, deque[str]] = defaultdict(deque)
         self.dead = False
         self._begin()
@@ -142,6 +144,8 @@ class SglangStub:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
         assert ready.wait(10)
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
         return self
 
     def stop(self) -> None:
@@ -150,8 +154,7 @@ class SglangStub:
 
     @property
     def url(self) -> str:
-        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"http://{self.address}"
 
     @property
     def hash(self) -> int:
@@ -164,7 +167,14 @@ class SglangStub:
     def restart(self) -> None:
         """As a supervisor does after a crash: connections cut, the weights it was launched with."""
         done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (self._drop(), self._begin(), done.set()))
+
+        def again() -> None:
+            self._drop()
+            self._begin()
+            self.dead = False
+            done.set()
+
+        self._loop.call_soon_threadsafe(again)
         assert done.wait(10)
 
     # The process
@@ -376,7 +386,8 @@ class SglangStub:
                 self._prefill(entry)
             self.batch, self.waiting = self.batch + self.waiting, []
             for entry in list(self.batch):
-                self._decode(entry)
+                if self.budget is None or self.sampled < self.budget or entry.to_finish is not None:
+                    self._decode(entry)
 
     def _prefill(self, entry: _Request) -> None:
         context, key = entry.context[:-1], entry.body.get("extra_key")
@@ -384,6 +395,7 @@ class SglangStub:
         while done and not (self.radix and (key, tuple(context[:done])) in self.cache):
             done -= 1
         entry.cached = done
+        self.cached += done
         chain = self.cache[key, tuple(context[:done])] if done else 0
         for n in range(done, len(context)):
             chain = extend(chain, context[n], self._live)

@@ -237,6 +237,7 @@ class SglangEngine:
         self._lost = None
 
     def _pause(self) -> None:
+        self._flights.hold()
         try:
             self._control.pause(self._mode)
         except EngineError:
@@ -255,6 +256,7 @@ class SglangEngine:
             self._lose(f"the server could not be started again: {e}")
             self._look_now.set()
             raise
+        self._flights.release()
 
     def _lose(self, reason: str) -> None:
         logger.error("the server has lost our weights: %s", reason)

@@ -47,7 +47,7 @@ class _InFlight:
     request: GenerateRequest
     rid: str
     sent: Live
-    """As of when it was sent."""
+    """As of when it was sent; until then, as of when it came."""
     tokens: int = 0
     failure: EngineError | None = None
     future: concurrent.futures.Future[GenerateResult] | None = None
@@ -74,6 +74,8 @@ class Flights:
         self._lock = threading.Lock()
         self._prefix, self._ids = uuid.uuid4().hex[:12], itertools.count()
         self._finished_tokens = 0
+        self._open = asyncio.Event()
+        self._open.set()
 
     @property
     def running(self) -> int:
@@ -106,6 +108,14 @@ class Flights:
             with self._lock:
                 self._entries.pop(rid, None)
 
+    def hold(self) -> None:
+        """Requests that come from now on wait here: at a paused server they would keep the old weights' cache key."""
+        self._connection.soon(self._open.clear)
+
+    def release(self) -> None:
+        """Those that wait are sent, as of now."""
+        self._connection.soon(self._open.set)
+
     def fail_all(self, error: EngineError) -> None:
         """Every request raises `error`, and is ended at the server."""
         with self._lock:
@@ -125,6 +135,8 @@ class Flights:
 
     async def _exchange(self, entry: _InFlight) -> GenerateResult:
         """On the connection's loop: one request and its answer."""
+        await self._open.wait()
+        entry.sent = self._live()
         answer = await self._ask(entry)
         sampled = answer.finish()
         try:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -79,6 +79,11 @@ class ServerConnection:
         except RuntimeError:
             work.close()
             raise EngineError("the engine is closed") from None
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the connection's loop, before whatever is asked of it later; never once closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run `work` and forget it; on the connection's loop only."""
