@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from headrace.consumers.trainer.team import Alone
 from headrace.schemas.errors import BlobError, TeamError
 from headrace.schemas.weight_hash import set_hash
 from headrace.schemas.weights import WEIGHTS, BlobKind, WeightRecord
+from headrace.streams.blob_files import Buffer
 from headrace.streams.blobs import BlobRef, BlobStore, memory_store
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -151,10 +152,10 @@ class Broken(BlobStore):
 
     failing = False
 
-    def put(self, name: str, data: bytes) -> BlobRef:
+    def put_stream(self, stem: str, pieces: Iterable[Buffer]) -> BlobRef:
         if self.failing:
             raise BlobError("no room")
-        return super().put(name, data)
+        return super().put_stream(stem, pieces)
 
 
 def test_a_part_that_cannot_be_stored_makes_no_record_on_any_rank(caplog: pytest.LogCaptureFixture) -> None:

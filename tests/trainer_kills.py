@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from headrace.consumers.trainer import checkpoint, role, sample_list
 from headrace.consumers.trainer.payloads import Payloads
 from headrace.consumers.trainer.step import Learner
 from headrace.schemas.config_file import load_config
-from headrace.streams.blobs import BlobStore
+from headrace.streams.blob_files import Buffer
+from headrace.streams.blobs import BlobRef, BlobStore
 
 Act = Callable[..., Any]
 
@@ -104,9 +105,13 @@ def torn_file(original: Act) -> Act:
 def torn_blob(original: Act) -> Act:
     """Dies with half of a blob in its temporary file."""
 
-    def act(self: BlobStore, path: str, part: str, data: bytes) -> None:
-        Path(part).write_bytes(data[: len(data) // 2])
-        die()
+    def act(self: BlobStore, stem: str, pieces: Iterable[Buffer]) -> BlobRef:
+        def half() -> Iterator[Buffer]:
+            whole = b"".join(pieces)
+            yield whole[: len(whole) // 2]
+            die()
+
+        return original(self, stem, half())
 
     return act
 
@@ -117,8 +122,8 @@ POINTS: dict[str, tuple[Any, str, Callable[[Act], Act]]] = {
     "forward": (Learner, "_backward", before),
     "backward": (Learner, "_backward", after),
     "optimizer": (torch.optim.AdamW, "step", after),
-    "blob": (BlobStore, "_put_local", torn_blob),
-    "stored": (BlobStore, "put", after),
+    "blob": (BlobStore, "put_stream", torn_blob),
+    "stored": (BlobStore, "put_stream", after),
     "begin": (kafka.KafkaProducer, "begin_transaction", before),
     "sent": (kafka.KafkaProducer, "send_offsets_to_transaction", before),
     "offsets": (kafka.KafkaProducer, "send_offsets_to_transaction", after),

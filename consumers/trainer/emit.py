@@ -8,7 +8,6 @@ log, leaves them as they were.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -29,6 +28,7 @@ from ...schemas.rounding import CHUNK, changed, rounded
 from ...schemas.weight_hash import shapes_hash, sum_hashes, tensor_hash
 from ...schemas.weights import BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
+from ...streams.blob_files import PIECE_BYTES
 from ...streams.blobs import BlobStore
 from .orders import Order, tell
 from .shards import Span
@@ -207,21 +207,19 @@ class Emitter:
     def _upload(
         self, file: IO[bytes], kind: BlobKind, version: int, *, shard: int, shards: int
     ) -> WeightBlob:
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         place = f"-{shard}of{shards}" if shards > 1 else ""
-        name = f"weights/{self._policy_id}/v{version:06d}-{kind}{place}-{digest[:8]}"
+        stem = f"weights/{self._policy_id}/v{version:06d}-{kind}{place}"
         for pause in (*RETRY_SECONDS, None):
             try:
                 file.seek(0)
-                ref = self._store.put(name, file.read())
+                ref = self._store.put_stream(stem, iter(lambda: file.read(PIECE_BYTES), b""))
                 return WeightBlob(
                     kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256, shard=shard, shards=shards
                 )
             except BlobError as e:
                 if pause is None:
                     raise
-                logger.warning("blob %s not stored, again in %.1f s: %s", name, pause, e)
+                logger.warning("blob %s not stored, again in %.1f s: %s", stem, pause, e)
                 self._sleep(pause)
         raise AssertionError("unreachable")
 
