@@ -1,10 +1,9 @@
 """The change of one range of a tensor as bytes: where it changed and what is there now, each the smallest of its forms.
 
-where   gaps    unchanged elements before each changed one, as u8; 255 means "255 more, go on"
-        bitmap  one bit for each element of the range
-        all     nothing: there is a value for each element of the range, changed or not
-what    steps   new bits - old bits as int8, modulo 2**16 (2**32); -128: take the next escape. Needs the exact base
-        raw     new bits, one byte plane after the other, high bytes first
+where   gaps, bitmap (positions.py), or all: a value for each element of the range, changed or not
+what    steps    one byte for three small steps (steps.py); needs the exact base
+        planes   byte planes of new bits - old bits (planes.py); needs the exact base
+        raw      byte planes of the new bits
 
 All are integer arithmetic on bit patterns, so -0.0, NaN payloads and denormals survive.
 """
@@ -16,11 +15,13 @@ from enum import StrEnum
 
 import numpy as np
 
+from . import planes, positions, steps
+from .dtypes import Dtype
 from .errors import WeightUpdateError
-from .frames import Buffer, deflate, inflate
+from .frames import Buffer, deflate
 
-_ESCAPE = -128
-_MORE = 255
+_SAMPLE = 1 << 13
+"""Changed elements by which the form is chosen."""
 
 
 class Where(StrEnum):
@@ -35,38 +36,46 @@ class What(StrEnum):
     """How values are written."""
 
     STEPS = "steps"
+    PLANES = "planes"
     RAW = "raw"
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The change of one range; empty bytes where the form has no such buffer."""
+    """The change of one range."""
 
     where: Where
     what: What
     nnz: int
     """Changed elements; every element of the range for `all`."""
-    pos: Buffer
-    val: Buffer
-    esc: Buffer
+    split: int
+    """See steps.py; 0 where there is none."""
+    frames: tuple[Buffer, ...]
+    """zstd frames, empty where there is nothing: of the positions, then of the values."""
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return len(self.pos) + len(self.val) + len(self.esc)
+        return sum(len(frame) for frame in self.frames)
 
 
-def pack(indices: np.ndarray, values: np.ndarray, old: np.ndarray) -> Packed:
-    """The smallest form of: `old` (bits [size]) becomes `values` (bits [n]) at `indices` ([n] sorted, n > 0)."""
-    options = [_sparse(indices, values, old)]
-    if len(indices) * 2 > len(old):
-        whole = old.copy()
-        whole[indices] = values
-        options.append(_dense(old, whole))
-    return min(options, key=lambda p: p.size)
+def pack(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype) -> Packed:
+    """The smallest form of: `old` (bits [size]) becomes `values` (bits [n]) at `indices` ([n] sorted, n > 0).
+
+    Every value differs from the old one. Of a large change a run in its middle decides the form.
+    """
+    middle = slice(max(0, (len(indices) - _SAMPLE) // 2), (len(indices) + _SAMPLE) // 2)
+    if len(indices) <= _SAMPLE:
+        return min(_options(indices, values, old, dtype), key=lambda p: p.size)
+    first, last = int(indices[middle][0]), int(indices[middle][-1])
+    options = _options(indices[middle] - first, values[middle], old[first : last + 1], dtype)
+    best = min(options, key=lambda p: p.size)
+    if best.where is Where.ALL and best.what is What.STEPS and len(indices) < len(old):
+        return _write(Where.BITMAP, What.STEPS, best.split, indices, values, old, dtype)
+    return _write(best.where, best.what, best.split, indices, values, old, dtype)
 
 
-def unpack(packed: Packed, base: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+def unpack(packed: Packed, base: np.ndarray, dtype: Dtype) -> tuple[np.ndarray | None, np.ndarray]:
     """(positions, new bits) on top of `base` (bits of the range, flat); positions None: bits of the whole range.
 
     Raises WeightUpdateError for whatever does not fit the range; `base` is only read.
@@ -74,105 +83,70 @@ def unpack(packed: Packed, base: np.ndarray) -> tuple[np.ndarray | None, np.ndar
     size, nnz = len(base), packed.nnz
     if not 0 < nnz <= size:
         raise WeightUpdateError("nnz", f"{nnz} changed elements of {size}")
+    values = {What.STEPS: 4 + dtype.bits.itemsize}.get(packed.what, dtype.bits.itemsize)
+    if len(packed.frames) != 1 + values:
+        raise WeightUpdateError("frames", f"{len(packed.frames)} buffers, expected {1 + values}")
     match packed.where:
         case Where.GAPS:
-            indices = _from_gaps(inflate(packed.pos, at_most=nnz + size // _MORE), nnz, size)
+            indices = positions.from_gaps(packed.frames[0], nnz, size)
         case Where.BITMAP:
-            indices = _from_bitmap(inflate(packed.pos, exactly=-(-size // 8)), nnz, size)
+            indices = positions.from_bitmap(packed.frames[0], nnz, size)
         case Where.ALL:
             indices = None
-            if nnz != size or len(packed.pos):
+            if nnz != size or len(packed.frames[0]):
                 raise WeightUpdateError("nnz", f"{nnz} of {size} elements written as all")
-    old = base if indices is None else base[indices]
+    frames = packed.frames[1:]
     if packed.what is What.RAW:
-        if len(packed.esc):
-            raise WeightUpdateError("escapes", "escapes beside raw values")
-        return indices, _from_planes(inflate(packed.val, exactly=nnz * base.itemsize), base.dtype)
-    return indices, _from_steps(packed, old)
+        return indices, planes.from_planes(frames, nnz, base.dtype)
+    old = base if indices is None else base[indices]
+    if packed.what is What.PLANES:
+        return indices, planes.from_differences(frames, old)
+    return indices, steps.from_steps(frames, old, dtype, packed.split)
 
 
-def _sparse(indices: np.ndarray, values: np.ndarray, old: np.ndarray) -> Packed:
-    where, pos = Where.GAPS, deflate(_gaps(indices))
-    if len(pos) > len(old) // 8:
-        where, pos = Where.BITMAP, deflate(_bitmap(indices, len(old)))
-    what, val, esc = _smallest(old[indices], values)
-    return Packed(where, what, len(indices), pos, val, esc)
-
-
-def _dense(old: np.ndarray, whole: np.ndarray) -> Packed:
-    what, val, esc = _smallest(old, whole)
-    return Packed(Where.ALL, what, len(whole), b"", val, esc)
-
-
-def _smallest(old: np.ndarray, new: np.ndarray) -> tuple[What, bytes, bytes]:
-    steps, escaped = _steps(old, new)
-    form = (What.STEPS, deflate(steps.tobytes()), deflate(_planes(escaped)))
+def _options(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype) -> list[Packed]:
+    """Every form that may be the smallest."""
+    n, size = len(indices), len(old)
+    before = old[indices]
+    split = steps.best_split(before, values, dtype)
+    whats = [What.STEPS]
     # Steps win by far while most changes are small, so the others are tried only when many are not.
-    if len(escaped) * 8 > len(new):
-        form = min(form, (What.RAW, deflate(_planes(new)), b""), key=lambda f: len(f[1]) + len(f[2]))
-    return form
+    far = np.abs((values - before).view(np.dtype(f"i{old.itemsize}"))).view(old.dtype) > 15
+    if np.count_nonzero(far) * 4 > n:
+        whats += [What.PLANES, What.RAW]
+    sparse = [Where.GAPS] if n * 8 < size else [Where.GAPS, Where.BITMAP]
+    wheres = [Where.ALL] if n == size else sparse
+    found = [_write(a, b, split, indices, values, old, dtype) for a in wheres for b in whats]
+    if size > n > size // 2:
+        found += [_write(Where.ALL, b, 0, indices, values, old, dtype) for b in (What.PLANES, What.RAW)]
+    return found
 
 
-def _gaps(indices: np.ndarray) -> bytes:
-    gaps = np.diff(indices, prepend=-1) - 1
-    more, last = np.divmod(gaps, _MORE)
-    ends = np.cumsum(more + 1) - 1
-    out = np.full(int(ends[-1]) + 1, _MORE, dtype=np.uint8)
-    out[ends] = last
-    return out.tobytes()
-
-
-def _from_gaps(data: bytes, nnz: int, size: int) -> np.ndarray:
-    gaps = np.frombuffer(data, dtype=np.uint8)
-    ends = np.flatnonzero(gaps != _MORE)
-    if len(ends) != nnz or len(gaps) != ends[-1] + 1:
-        raise WeightUpdateError("gaps", f"{len(ends)} positions, {nnz} announced")
-    indices = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(nnz)
-    if indices[-1] >= size:
-        raise WeightUpdateError("index_out_of_range", f"position {indices[-1]} of {size}")
-    return indices
-
-
-def _bitmap(indices: np.ndarray, size: int) -> bytes:
-    mask = np.zeros(size, dtype=bool)
-    mask[indices] = True
-    return np.packbits(mask, bitorder="little").tobytes()
-
-
-def _from_bitmap(data: bytes, nnz: int, size: int) -> np.ndarray:
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
-    indices = np.flatnonzero(bits)
-    if len(indices) != nnz:
-        raise WeightUpdateError("bitmap", f"{len(indices)} positions, {nnz} announced")
-    if indices[-1] >= size:
-        raise WeightUpdateError("index_out_of_range", f"position {indices[-1]} of {size}")
-    return indices
-
-
-def _steps(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    difference = (new - old).view(np.dtype(f"i{new.itemsize}"))
-    large = (difference > 127) | (difference < -127)
-    steps = np.where(large, _ESCAPE, difference).astype(np.int8)
-    return steps, new[large]
-
-
-def _from_steps(packed: Packed, old: np.ndarray) -> np.ndarray:
-    steps = np.frombuffer(inflate(packed.val, exactly=len(old)), dtype=np.int8)
-    bits = old + steps.astype(np.dtype(f"i{old.itemsize}")).view(old.dtype)
-    escapes = np.flatnonzero(steps == _ESCAPE)
-    if len(escapes):
-        bits[escapes] = _from_planes(inflate(packed.esc, exactly=len(escapes) * old.itemsize), old.dtype)
-    elif len(packed.esc):
-        raise WeightUpdateError("escapes", "raw values that no step asks for")
-    return bits
-
-
-def _planes(bits: np.ndarray) -> bytes:
-    big = bits.astype(bits.dtype.newbyteorder(">"))
-    return np.ascontiguousarray(big.view(np.uint8).reshape(-1, bits.itemsize).T).tobytes()
-
-
-def _from_planes(data: bytes, dtype: np.dtype) -> np.ndarray:
-    planes = np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, -1)
-    big = np.ascontiguousarray(planes.T).view(dtype.newbyteorder(">")).reshape(-1)
-    return big.astype(dtype)
+def _write(
+    where: Where,
+    what: What,
+    split: int,
+    indices: np.ndarray,
+    values: np.ndarray,
+    old: np.ndarray,
+    dtype: Dtype,
+) -> Packed:
+    match where:
+        case Where.GAPS:
+            pos = deflate(positions.to_gaps(indices))
+        case Where.BITMAP:
+            pos = deflate(positions.to_bitmap(indices, len(old)))
+        case Where.ALL:
+            pos = b""
+            whole = old.copy()
+            whole[indices] = values
+            values = whole
+    before = old if where is Where.ALL else old[indices]
+    match what:
+        case What.STEPS:
+            frames = steps.to_steps(before, values, dtype, split)
+        case What.PLANES:
+            frames = planes.to_differences(before, values)
+        case What.RAW:
+            frames = planes.to_planes(values)
+    return Packed(where, what, len(values), split if what is What.STEPS else 0, (pos, *frames))

@@ -118,7 +118,7 @@ def _check_row(row: Row, base: Weights, dtypes: Dtypes | None) -> None:
 def _unpack(task: _Task) -> _Part:
     row, base = task.row, task.base
     try:
-        indices, bits = unpack(row.packed, base)
+        indices, bits = unpack(row.packed, base, row.dtype)
     except WeightUpdateError as e:
         raise WeightUpdateError(e.reason, f"{row.name}: {e.detail}") from None
     if indices is None:

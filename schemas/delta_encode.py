@@ -166,7 +166,7 @@ def _code(segment: _Segment, update_old: bool) -> _Coded:
     if not len(indices):
         return _Coded(None, 0, base_hash, 0)
     step = update_hash(0, indices, old[indices], values, dtype, start)
-    packed = pack(indices, values, old)
+    packed = pack(indices, values, old, dtype)
     if update_old:
         old[indices] = values
     return _Coded(packed, len(indices), base_hash, step)

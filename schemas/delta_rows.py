@@ -30,15 +30,13 @@ DELTA_SCHEMA = pa.schema(
         pa.field("where", pa.string(), nullable=False),
         pa.field("what", pa.string(), nullable=False),
         pa.field("nnz", pa.int64(), nullable=False),
-        pa.field("pos", pa.large_binary(), nullable=False),
-        pa.field("val", pa.large_binary(), nullable=False),
-        pa.field("esc", pa.large_binary(), nullable=False),
+        pa.field("split", pa.int32(), nullable=False),
+        pa.field("frames", pa.list_(pa.large_binary()), nullable=False),
         pa.field("base_hash", pa.uint64(), nullable=False),
         pa.field("new_hash", pa.uint64(), nullable=False),
     ]
 )
 _BATCH_BYTES = 1 << 20
-_BUFFERS = ("pos", "val", "esc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,7 @@ class RowWriter:
             plain
             | {"dtype": row.dtype.value, "shape": list(row.shape)}
             | {"where": packed.where.value, "what": packed.what.value, "nnz": packed.nnz}
-            | {name: getattr(packed, name) for name in _BUFFERS}
+            | {"split": packed.split, "frames": list(packed.frames)}
         )
         self._count += 1
         self._bytes += packed.size
@@ -168,10 +166,12 @@ class _refusing:
 
 
 def _rows(batch: pa.RecordBatch) -> list[Row]:
-    if any(column.null_count for column in batch.columns) or batch.column("shape").values.null_count:
+    nested = [batch.column(name).values for name in ("shape", "frames")]
+    if any(column.null_count for column in (*batch.columns, *nested)):
         raise WeightUpdateError("not_a_delta", "a null in a row")
-    plain = batch.drop_columns(list(_BUFFERS)).to_pylist()
-    return [_row(row, [_view(batch.column(name)[i]) for name in _BUFFERS]) for i, row in enumerate(plain)]
+    frames = batch.column("frames")
+    plain = batch.drop_columns(["frames"]).to_pylist()
+    return [_row(row, [_view(frame) for frame in frames[i].values]) for i, row in enumerate(plain)]
 
 
 def _row(row: dict[str, Any], buffers: list[Buffer]) -> Row:
@@ -180,7 +180,7 @@ def _row(row: dict[str, Any], buffers: list[Buffer]) -> Row:
         where, what, dtype = Where(row["where"]), What(row["what"]), Dtype(row["dtype"])
     except ValueError as e:
         raise WeightUpdateError("codec", f"{name}: {e}") from None
-    if any(n < 0 for n in (*row["shape"], row["flat_offset"], row["length"])):
+    if any(n < 0 for n in (*row["shape"], row["flat_offset"], row["length"], row["split"])):
         raise WeightUpdateError("not_a_delta", f"{name}: a negative size")
     return Row(
         name=name,
@@ -188,7 +188,7 @@ def _row(row: dict[str, Any], buffers: list[Buffer]) -> Row:
         shape=tuple(row["shape"]),
         flat_offset=row["flat_offset"],
         length=row["length"],
-        packed=Packed(where, what, row["nnz"], *buffers),
+        packed=Packed(where, what, row["nnz"], row["split"], tuple(buffers)),
         base_hash=row["base_hash"],
         new_hash=row["new_hash"],
     )

@@ -19,7 +19,9 @@ from headrace.schemas.delta import (
     encode_delta,
     weights_of,
 )
+from headrace.schemas.dtypes import Dtype
 from headrace.schemas.errors import WeightUpdateError
+from headrace.schemas.frames import deflate
 from headrace.schemas.weight_hash import set_hash
 
 SPECIAL = np.array(
@@ -91,20 +93,32 @@ def test_gaps_of_every_size_come_back(gap):
     ("change", "where", "what"),
     [
         (lambda old, some: np.where(some < 0.01, old + 1, old), "gaps", "steps"),
-        (lambda old, some: np.where(some < 0.01, old ^ 0x5555, old), "gaps", "raw"),
+        (lambda old, some: np.where(some < 0.01, 0x3F80, old), "gaps", "raw"),
+        (lambda old, some: np.where(some < 0.01, old + 5000 + some * 1e5, old), "gaps", "planes"),
         (lambda old, some: np.where(some < 0.5, old + 1, old), "bitmap", "steps"),
         (lambda old, some: np.where(some < 0.4, 0, old), "bitmap", "raw"),
         (lambda old, some: old + 1, "all", "steps"),
+        (lambda old, some: old + 300 + some * 90, "all", "planes"),
         (lambda old, some: np.zeros_like(old), "all", "raw"),
     ],
 )
-def test_the_smallest_form_is_chosen_and_exact(change, where, what):
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_the_smallest_form_is_chosen_and_exact(change, where, what, size):
     rng = np.random.default_rng(1)
-    old = rng.integers(1000, 60000, 20_000, dtype=np.uint16)
+    old = rng.integers(1000, 60000, size, dtype=np.uint16)
     new = change(old, rng.random(len(old))).astype(np.uint16)
     indices = np.flatnonzero(old != new)
-    packed = bitcodec.pack(indices, new[indices], old)
+    packed = bitcodec.pack(indices, new[indices], old, Dtype.BF16)
     assert (packed.where, packed.what) == (where, what)
+    assert same(moved({"w": old}, {"w": new}), {"w": new})
+
+
+def test_a_tensor_of_few_values_is_written_whole_where_most_of_it_changed():
+    rng = np.random.default_rng(1)
+    old, new = rng.choice(SPECIAL[:4], (2, 50_000))
+    indices = np.flatnonzero(old != new)
+    packed = bitcodec.pack(indices, new[indices], old, Dtype.BF16)
+    assert (packed.where, packed.what) == ("all", "raw")
     assert same(moved({"w": old}, {"w": new}), {"w": new})
 
 
@@ -202,19 +216,23 @@ def rewritten(blob, change, metadata=lambda m: None):
         ("not_a_delta", lambda rows: rows[0].update(length=-5)),
         ("nnz", lambda rows: rows[0].update(nnz=0)),
         ("nnz", lambda rows: rows[0].update(nnz=10_000)),
+        ("nnz", lambda rows: rows[0].update(where="all")),
         ("gaps", lambda rows: rows[0].update(nnz=rows[0]["nnz"] + 1)),
         ("tensor_base_hash", lambda rows: rows[0].update(base_hash=1)),
         ("tensor_hash", lambda rows: rows[0].update(new_hash=1)),
         ("duplicate_tensor", lambda rows: rows.append(rows[0])),
         ("duplicate_tensor", lambda rows: rows.insert(0, rows[0])),
         ("result_hash", lambda rows: rows.pop()),
-        ("zstd", lambda rows: rows[0].update(pos=b"garbage")),
-        ("zstd", lambda rows: rows[0].update(val=rows[0]["val"] + b"more")),
-        ("content_size", lambda rows: rows[0].update(pos=frame(b"\xff" * 5000))),
-        ("gaps", lambda rows: rows[0].update(pos=frame(b"\xff" * 5))),
-        ("gaps", lambda rows: rows[0].update(pos=frame(b"\x00" * (rows[0]["nnz"] - 1)))),
-        ("index_out_of_range", lambda rows: rows[0].update(pos=frame(b"\xfe" * rows[0]["nnz"]))),
-        ("escapes", lambda rows: rows[0].update(esc=frame(b"ab"))),
+        ("frames", lambda rows: rows[0]["frames"].pop()),
+        ("frames", lambda rows: rows[0].update(what="raw")),
+        ("zstd", lambda rows: put(rows, 0, b"garbage")),
+        ("zstd", lambda rows: put(rows, 3, rows[0]["frames"][3] + b"more")),
+        ("content_size", lambda rows: put(rows, 0, deflate(b"\xff" * 5000))),
+        ("content_size", lambda rows: put(rows, 4, deflate(b"ab"))),
+        ("gaps", lambda rows: put(rows, 0, deflate(b"\xff" * 5))),
+        ("gaps", lambda rows: put(rows, 0, deflate(b"\x00" * (rows[0]["nnz"] - 1)))),
+        ("index_out_of_range", lambda rows: put(rows, 0, deflate(b"\xfe" * rows[0]["nnz"]))),
+        ("steps", lambda rows: put(rows, 3, deflate(b"\xff" * -(-rows[0]["nnz"] // 3)))),
     ],
 )
 def test_a_delta_that_does_not_fit_is_refused(reason, change):
@@ -225,18 +243,16 @@ def test_a_delta_that_does_not_fit_is_refused(reason, change):
         assert "model.layers.0.weight" in message.split("nearest")[1]
 
 
-def frame(data):
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=1).compress(data)
+def put(rows, at, frame):
+    rows[0]["frames"][at] = frame
 
 
 def test_a_frame_that_would_inflate_without_bound_is_refused_before_it_is():
     base, new = example()
     blob = encode_delta(base, new, base_version=0, version=1).blob
-    bomb = frame(b"\x00" * (1 << 28))
+    bomb = deflate(b"\x00" * (1 << 28))
     assert len(bomb) < 1 << 16
-    refused("content_size", rewritten(blob, lambda rows: rows[0].update(val=bomb)), base)
+    refused("content_size", rewritten(blob, lambda rows: put(rows, 3, bomb)), base)
 
 
 def test_blobs_that_are_no_deltas_are_refused():
