@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 from gateway_kit import END, ids, tokenizer
 
@@ -50,6 +51,8 @@ class Bytes:
         return tokenizer().encode(text, add_special_tokens=False).ids
 
 
+HTTP = httpx.Client(timeout=10, verify=False)
+"""One for all tests: making a client takes longer than a request."""
 Say = Callable[[GenerateRequest], Sequence[int]]
 
 

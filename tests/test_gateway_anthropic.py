@@ -3,10 +3,9 @@
 import json
 
 import anthropic
-import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from gateway_http_kit import anthropic_client, running
+from gateway_http_kit import HTTP, anthropic_client, running
 from gateway_kit import ids, text
 from pydantic import TypeAdapter
 
@@ -43,7 +42,7 @@ def test_a_whole_message() -> None:
 def test_a_stream_in_the_order_that_clients_need() -> None:
     with running(CALLS) as (gateway, _):
         body = {"model": "policy", "max_tokens": 400, "messages": HI, "tools": TOOLS, "stream": True}
-        frames = httpx.post(f"{gateway.url}/v1/messages?beta=true", json=body, timeout=10).text.split("\n\n")
+        frames = HTTP.post(f"{gateway.url}/v1/messages?beta=true", json=body).text.split("\n\n")
         names = []
         for frame in filter(None, frames):
             name, data = frame.split("\n")
@@ -135,5 +134,5 @@ def test_errors_have_the_apis_own_shape() -> None:
         assert caught.value.body["error"]["type"] == "invalid_request_error"
         with pytest.raises(anthropic.NotFoundError):
             client(gateway.url).messages.create(model="nobody", max_tokens=9, messages=HI)
-        answer = httpx.get(f"{gateway.url}/v1/messages/nothing")
+        answer = HTTP.get(f"{gateway.url}/v1/messages/nothing")
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

@@ -2,9 +2,8 @@
 
 import json
 
-import httpx
 import pytest
-from gateway_http_kit import Running, Speaker, in_turn, openai_client, running
+from gateway_http_kit import HTTP, Running, Speaker, in_turn, openai_client, running
 from gateway_kit import END, THINK, ids, text
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -153,7 +152,7 @@ def test_a_stop_string_ends_the_engines_work_and_what_was_sampled_is_recorded() 
             model="policy", messages=HI, stop="STOP"
         )
         rollout = raw.headers["x-headrace-rollout"]
-        assert httpx.post(f"{gateway.url}/rollouts/{rollout}/finish").json()["trajectories"] == 1
+        assert HTTP.post(f"{gateway.url}/rollouts/{rollout}/finish").json()["trajectories"] == 1
         assert speaker.running == 0
         row = gateway.published[0]
         assert row.token_ids[row.loss_mask].tolist() == ids("a STOP")
@@ -171,7 +170,7 @@ def test_n_choices_are_siblings() -> None:
                 said[choice.index] += choice.delta.content or ""
         assert set(said.values()) == {"three"}
         rollout = raw.headers["x-headrace-rollout"]
-        assert httpx.post(f"{gateway.url}/rollouts/{rollout}/finish").json()["trajectories"] == 3
+        assert HTTP.post(f"{gateway.url}/rollouts/{rollout}/finish").json()["trajectories"] == 3
 
 
 def test_an_engine_that_gives_whole_turns_is_served_in_one_piece() -> None:
@@ -213,6 +212,6 @@ def test_torn_results_are_served_and_never_trained() -> None:
         speaker.lost_logprobs = 1
         raw = client(gateway.url).chat.completions.with_raw_response.create(model="policy", messages=HI)
         assert raw.parse().choices[0].message.content == "four"
-        httpx.post(f"{gateway.url}/rollouts/{raw.headers['x-headrace-rollout']}/finish")
+        HTTP.post(f"{gateway.url}/rollouts/{raw.headers['x-headrace-rollout']}/finish")
         assert gateway.published[0].reason.startswith("length_mismatch")
         assert speaker.answered[0][-1] == END

@@ -2,10 +2,9 @@
 
 import json
 
-import httpx
 import openai
 import pytest
-from gateway_http_kit import openai_client, running
+from gateway_http_kit import HTTP, openai_client, running
 from gateway_kit import ids, text
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -33,7 +32,7 @@ client = openai_client
 def events_of(url: str, **body) -> list[dict]:
     """The events of a stream, each as the SDK's own type, in which `event:` and `type` agree."""
     found = []
-    with httpx.stream(
+    with HTTP.stream(
         "POST", url + "/v1/responses", json={"model": "policy", "stream": True, **body}, timeout=10
     ) as r:
         assert r.status_code == 200, r.read()
