@@ -158,13 +158,13 @@ class Session:
             raise SessionFinishedError(
                 f"plan {plan.id} is closed: it was committed or abandoned, or its rollout ended"
             )
-        nodes = tuple(self._node(plan, turn, delivered) for turn in turns)
-        for node in nodes:
+        for turn in turns:
+            node = self._node(plan, turn, delivered)
             self.tree.add(node)
+            attempt.nodes += (node,)
             if node.branch is not None and self._on_branch is not None:
                 self._on_branch(node.branch)
-        attempt.nodes = nodes
-        return nodes
+        return attempt.nodes
 
     def delivered(self, plan: Plan) -> None:
         """The client has been sent the whole response of `plan` (or of the plan that it joined)."""
