@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
     )
     bench.command()(streams)
     bench.command()(chaos)
+    bench.command()(pause)
     app.add_typer(bench, name="bench", rich_help_panel=PANEL)
 
 
@@ -84,6 +85,22 @@ def chaos(
     for problem in found["problems"]:
         _say(f"does not add up: {problem}")
     raise typer.Exit(0 if found["passed"] else 1)
+
+
+def pause(
+    engine: Annotated[list[str] | None, typer.Option(help="transformers, vllm; may be repeated.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Updates of each kind; medians count.")] = 5,
+    changed: Annotated[float, typer.Option(min=0.0001, max=1.0, help="Part of each tensor.")] = 0.01,
+    as_json: JsonOption = False,
+) -> None:
+    """An update of a 191M-parameter model in a running engine: the write beside a copy, the pause beside a full load."""
+    from .bench.pause import PauseLoad, measure
+
+    found: dict[str, Any] = {}
+    with _folder() as folder:
+        for kind in engine or ["transformers"]:
+            found |= measure(kind, folder, PauseLoad(rounds=rounds, changed=changed), _say)
+    _show(found, as_json)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from ...schemas.config import EngineConfig
 from ...schemas.errors import ConfigError, EngineError, EnginePoisonedError, WeightUpdateError
 from . import attention
 from .batching import PAGE, PausableManager
-from .live_weights import LiveWeights, Prepared
+from .live_weights import LiveWeights, Prepared, not_what_was_written
 from .protocol import GenerateRequest, GenerateResult, WeightUpdate
 from .spans import VersionMarks
 
@@ -71,6 +71,8 @@ class TransformersEngine:
         self._version = version
         self._poisoned = self._closed = self._replaced = False
         self._staged: tuple[WeightUpdate, tuple[Prepared, ...]] | None = None
+        self._written: tuple[WeightUpdate, str | None] | None = None
+        """The last update and the tensor, if any, that did not hold it right afterwards: `verify` has not been told yet."""
         self._flight: dict[str, _InFlight] = {}
         self._lock = threading.Lock()
         self._keys = itertools.count()
@@ -179,7 +181,7 @@ class TransformersEngine:
         if update.base_version is not None and update.base_version != self._version:
             raise WeightUpdateError("base_version", f"{update.base_version} on top of {self._version}")
         try:
-            self._weights.write(update, prepared)
+            self._written = update, self._weights.write(update, prepared)
         except BaseException:
             self.poison()
             raise
@@ -193,7 +195,11 @@ class TransformersEngine:
 
         May also be called while tokens flow.
         """
-        self._weights.verify(update, self._prepared(update))
+        written, self._written = self._written, None
+        if written is None or written[0] is not update:
+            self._weights.verify(update, self._prepared(update))
+        elif written[1] is not None:
+            raise not_what_was_written(written[1])
         self._staged = None
 
     def advance(self, version: int) -> None:
