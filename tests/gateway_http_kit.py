@@ -144,7 +144,7 @@ class Running:
         self.published: list[Trajectory] = []
         self.feedback: list[Feedback] = []
         self.counts: list[tuple[str, int]] = []
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._settings = (keys or KeyRing(), limits or Limits(), keepalive, patience, patterns, refuse)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -167,12 +167,12 @@ class Running:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20)
 
     def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._serve())
+        self.loop.close()
 
     async def _serve(self) -> None:
         keys, limits, keepalive, patience, patterns, refuse = self._settings
@@ -193,8 +193,9 @@ class Running:
             keepalive=keepalive,
             count=lambda api, code: self.counts.append((api, code)),
         )
+        self.asgi = app.app
         self._server = HttpServer(app.app)
-        self._loop.call_soon(self._started.set)
+        self.loop.call_soon(self._started.set)
         await self._server.serve(sockets=[self._socket])
 
     async def _publish(self, trajectories: list[Trajectory]) -> None:
