@@ -194,8 +194,8 @@ class World:
                 assert records or not ended, f"ended with {trainer.returncode}: {trainer.communicate()[1]}"
                 assert time.monotonic() < deadline, f"version {version} did not come, only {seen}"
 
-    def start(self, **changes: Any) -> subprocess.Popen[str]:
-        """A trainer process; `changes` to its section of the configuration."""
+    def start(self, ranks: int = 1, **changes: Any) -> subprocess.Popen[str]:
+        """A trainer process, or torchrun with `ranks` of them; `changes` to its section of the configuration."""
         trainer = self.config.trainer.model_copy(update=changes)
         path = self.config.run.dir / "config.json"
         dump_config(self.config.model_copy(update={"trainer": trainer}), path)
@@ -205,11 +205,22 @@ class World:
             "from headrace.consumers.trainer.role import main; sys.exit(main(load_config(Path(sys.argv[1]))))"
         )
         command = [sys.executable, "-c", code, str(path)]
+        if ranks > 1:
+            script = self.config.run.dir / "train.py"
+            script.write_text(code)
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr=127.0.0.1",
+            ]
+            command += [f"--nproc-per-node={ranks}", str(script), str(path)]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
-    def run(self, **changes: Any) -> str:
+    def run(self, ranks: int = 1, **changes: Any) -> str:
         """A trainer process to its end; what it logged. Fails unless it ends with status 0."""
-        process = self.start(**changes)
+        process = self.start(ranks, **changes)
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0, log
         return log

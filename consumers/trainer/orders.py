@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import numpy as np
 import pyarrow as pa
 
+from ...schemas.weights import WEIGHTS, WeightRecord
 from .batch import Row
 from .team import Team
 
@@ -45,6 +49,17 @@ def hear(team: Team) -> tuple[Order, bytes]:
     """Another rank: wait for the next order. TeamError when rank 0 is gone."""
     order, _, body = team.broadcast(b"").partition(b"\n")
     return Order(order.decode()), body
+
+
+def encode_records(records: Sequence[WeightRecord]) -> bytes:
+    """Weight records, without the samples that made them."""
+    values = (WEIGHTS.encode(dataclasses.replace(r, samples=())) for r in records)
+    return json.dumps([base64.b64encode(v).decode() for v in values]).encode()
+
+
+def decode_records(data: bytes) -> list[WeightRecord]:
+    """The inverse."""
+    return [WEIGHTS.decode(base64.b64decode(v), []) for v in json.loads(data)]
 
 
 _LISTS = {

@@ -27,6 +27,7 @@ from ...streams.blobs import BlobStore
 from .batch import Row
 from .checkpoint import CheckpointInfo, Checkpoints
 from .history import History, load_bits
+from .orders import Order, encode_records, tell
 from .payloads import Payloads
 from .refs import RefReader
 from .sample_list import samples_of
@@ -66,9 +67,11 @@ class Resumed:
     """True: publish the weights again as an anchor before the next step."""
 
 
-def config_hash(config: TrainerConfig) -> str:
-    """16 hex digits over the settings that decide a step's arithmetic, and the version of torch."""
+def config_hash(config: TrainerConfig, ranks: int = 1) -> str:
+    """16 hex digits over what decides a step's arithmetic: settings, version of torch, number of ranks."""
     settings = {name: getattr(config, name) for name in _ARITHMETIC} | {"torch": torch.__version__}
+    if ranks > 1:
+        settings["ranks"] = ranks
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -154,9 +157,18 @@ def resume(
             newest.version + 1,
             newest.version,
         )
-    replaced = learner.adopt(load_bits(history.chain(newest.version), store, learner.shapes), newest.version)
+    replaced = adopt(learner, history.chain(newest.version), store)
     logger.warning("weights taken from the log version=%d elements_replaced=%d", newest.version, replaced)
     return Resumed(exact=False, reanchor=loaded)
+
+
+def adopt(learner: Learner, chain: Sequence[WeightRecord], store: BlobStore) -> int:
+    """Take the weights of the last of `chain` (an anchor and the deltas after it); how many elements it replaced here.
+
+    Called on all ranks alike. Raises WeightUpdateError or BlobError.
+    """
+    tell(learner.team, Order.ADOPT, lambda: encode_records(chain))
+    return learner.adopt(load_bits(chain, store, learner.shapes), chain[-1].version)
 
 
 def _load(learner: Learner, infos: Sequence[CheckpointInfo], checkpoints: Checkpoints) -> bool:

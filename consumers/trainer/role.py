@@ -11,15 +11,21 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...schemas import topics as t
 from ...schemas.config import Config
-from ...schemas.errors import ConfigError, FencedError
+from ...schemas.errors import ConfigError, FencedError, HeadraceError, TeamError
 from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.kafka import closing, make_consumer
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoints
+    from .step import Learner
+    from .team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +40,9 @@ def main(config: Config) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stopping = threading.Event()
     _stop_on_signals(stopping)
-    server, port = metrics.serve(config.metrics.host, config.metrics.port)
+    # Of the processes that torchrun starts, the first is the one to watch; the others do as it says.
+    first = os.environ.get("RANK", "0") == "0"
+    server, port = metrics.serve(config.metrics.host, config.metrics.port if first else 0)
     logger.info("trainer starts policy=%s metrics_port=%d", config.policy.id, port)
     metrics.role_up.labels(role="trainer").set(1)
     try:
@@ -51,6 +59,66 @@ def main(config: Config) -> int:
 
 def _train(config: Config, model: Path, stopping: threading.Event, stack: contextlib.ExitStack) -> None:
     from .checkpoint import Checkpoints
+    from .resume import config_hash
+    from .step import make_learner
+    from .team import open_team
+
+    team = open_team()
+    store = BlobStore(config.store_uri)
+    learner = make_learner(model, config.trainer, team)
+    folder = config.run.dir / "checkpoints" / config.policy.id
+    checkpoints = Checkpoints(folder, keep=config.trainer.keep_checkpoints, team=team)
+    if team.rank > 0:
+        _follow(config, learner, checkpoints, store)
+    else:
+        with _dismissing(team):
+            _lead(
+                config, learner, checkpoints, store, config_hash(config.trainer, team.size), stopping, stack
+            )
+    team.close()
+
+
+def _follow(config: Config, learner: Learner, checkpoints: Checkpoints, store: BlobStore) -> None:
+    from .emit import Emitter
+    from .follow import follow
+
+    emitter = Emitter(
+        store,
+        config.policy.id,
+        anchor_every=config.trainer.anchor_every,
+        team=learner.team,
+        threads=config.trainer.threads,
+    )
+    logger.info("rank %d of %d follows", learner.team.rank, learner.team.size)
+    follow(learner, emitter, checkpoints, store)
+
+
+@contextlib.contextmanager
+def _dismissing(team: Team) -> Iterator[None]:
+    """The other ranks are told to stop at an orderly end. After any other they lose the connection, and end by that:
+    nobody knows what they wait for.
+    """
+    from .orders import Order, tell
+
+    try:
+        yield
+    except TeamError:
+        raise
+    except HeadraceError:
+        tell(team, Order.STOP)
+        raise
+    tell(team, Order.STOP)
+
+
+def _lead(
+    config: Config,
+    learner: Learner,
+    checkpoints: Checkpoints,
+    store: BlobStore,
+    settings: str,
+    stopping: threading.Event,
+    stack: contextlib.ExitStack,
+) -> None:
     from .flops import peak_flops
     from .history import read_history
     from .loop import TrainerLoop
@@ -58,18 +126,12 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
     from .presence import Presence, refuse_second
     from .publish import Publisher, make_transactional
     from .refs import RefReader
-    from .resume import Redo, config_hash, resume
+    from .resume import Redo, resume
     from .source import open_source
-    from .step import DTYPES, make_learner
+    from .step import DTYPES
 
     topics, policy_id = t.Topics(config.run.namespace), config.policy.id
     group = topics.group("trainer", policy_id)
-    store = BlobStore(config.store_uri)
-    learner = make_learner(model, config.trainer)
-    settings = config_hash(config.trainer)
-    checkpoints = Checkpoints(
-        config.run.dir / "checkpoints" / policy_id, keep=config.trainer.keep_checkpoints
-    )
 
     present = topics.group("trainer-presence", policy_id)
     restarted = bool(os.environ.get(metrics.RESTARTS_VARIABLE))
@@ -79,7 +141,15 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
     presence.start()
     stack.callback(presence.close)
     producer = make_transactional(config.kafka, topics, policy_id)
-    publisher = Publisher(producer, store, topics, policy_id, anchor_every=config.trainer.anchor_every)
+    publisher = Publisher(
+        producer,
+        store,
+        topics,
+        policy_id,
+        anchor_every=config.trainer.anchor_every,
+        team=learner.team,
+        threads=config.trainer.threads,
+    )
     stack.callback(publisher.close)
     with closing(make_consumer(config.kafka, client_id=f"{group}-log")) as consumer:
         history = read_history(consumer, topics.name(t.WEIGHTS, policy_id))
@@ -97,7 +167,7 @@ def _train(config: Config, model: Path, stopping: threading.Event, stack: contex
         publisher,
         checkpoints,
         settings=settings,
-        peak=peak_flops(learner.live.device, DTYPES[config.trainer.dtype]),
+        peak=learner.team.size * peak_flops(learner.live.device, DTYPES[config.trainer.dtype]),
         consumed=newest.consumed if newest is not None else (),
     )
     if newest is None:

@@ -56,15 +56,15 @@ class Learner:
     def __init__(self, model: torch.nn.Module, config: TrainerConfig, team: Team | None = None) -> None:
         """`model`: a causal LM with fp32 parameters, whole on every rank: version 0."""
         self._config = config
-        self._team: Team = Alone() if team is None else team
+        self.team: Team = Alone() if team is None else team
         self.version = 0
         parameters = dict(model.named_parameters())
-        self.master = Master(parameters, config, self._team)
+        self.master = Master(parameters, config, self.team)
         dropout_free(model)
         model.to(DTYPES[config.dtype])
         self.live = LiveModel(model, gradient_checkpointing=config.gradient_checkpointing)
-        if self._team.size > 1:
-            self.live.spread(self._team.size)
+        if self.team.size > 1:
+            self.live.spread(self.team.size)
         self.publishable()
 
     def step(self, rows: Sequence[Row]) -> StepResult:
@@ -72,7 +72,7 @@ class Learner:
 
         Every rank is given all rows, and computes its share of the micro-batches.
         """
-        tell(self._team, Order.STEP, lambda: encode_rows(rows))
+        tell(self.team, Order.STEP, lambda: encode_rows(rows))
         normaliser = float(sum(r.trained_tokens for r in rows))
         stats = LossStats()
         for batch, counts in self._share(rows):
@@ -114,9 +114,9 @@ class Learner:
 
     def weights_hash(self) -> int:
         """Rolling hash (uint64) of all of this version's weights, whatever the number of ranks."""
-        tell(self._team, Order.HASH)
+        tell(self.team, Order.HASH)
         here = self.master.hashes()
-        parts = self._team.exchange(json.dumps(here).encode())
+        parts = self.team.exchange(json.dumps(here).encode())
         return shapes_hash(self.shapes, sum_hashes(json.loads(part) for part in parts))
 
     def adopt(self, bits: Mapping[str, np.ndarray], version: int) -> int:
@@ -145,18 +145,18 @@ class Learner:
         All ranks go forward and backward together, so one that has fewer than others repeats one for nothing.
         """
         groups = plan([len(r.token_ids) for r in rows], self._config.micro_batch_tokens)
-        mine = groups[self._team.rank :: self._team.size]
-        idle = -(-len(groups) // self._team.size) - len(mine)
+        mine = groups[self.team.rank :: self.team.size]
+        idle = -(-len(groups) // self.team.size) - len(mine)
         batches = [(collate([rows[i] for i in group]), True) for group in mine]
         return batches + [(collate([rows[i] for i in groups[0]]), False)] * idle
 
     def _of_all_ranks(self, stats: LossStats) -> LossStats:
-        parts = self._team.exchange(json.dumps(dataclasses.asdict(stats)).encode())
+        parts = self.team.exchange(json.dumps(dataclasses.asdict(stats)).encode())
         first, *others = (LossStats(**json.loads(p)) for p in parts)
         return sum(others, first)
 
     def _backward(self, batch: MicroBatch, normaliser: float, counts: bool) -> LossStats:
-        if not len(batch.targets) and self._team.size == 1:
+        if not len(batch.targets) and self.team.size == 1:
             return LossStats()
         logprobs, entropy = self.live.evaluate(batch)
         inputs = LossInputs(

@@ -38,6 +38,9 @@ class Team(Protocol):
     def broadcast(self, data: bytes) -> bytes:
         """Rank 0's `data`; what the others give is not looked at. TeamError when one is gone."""
 
+    def close(self) -> None:
+        """Part; the others have been told."""
+
 
 class Alone:
     """A team of one."""
@@ -51,6 +54,9 @@ class Alone:
     def broadcast(self, data: bytes) -> bytes:
         """`data`."""
         return data
+
+    def close(self) -> None:
+        """Nothing to part from."""
 
 
 class TorchTeam:
@@ -83,6 +89,10 @@ class TorchTeam:
         except RuntimeError as e:
             raise TeamError(f"another rank is gone: {e}") from e
         return _bytes(part, int(size))
+
+    def close(self) -> None:
+        """See Team."""
+        dist.destroy_process_group()
 
 
 def together(team: Team, work: Callable[[], bytes]) -> list[bytes]:
