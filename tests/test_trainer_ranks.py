@@ -9,16 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer_ranks import on_processes
 from trainer_world import make_sample, make_trajectory, tiny_model
 
 from headrace.consumers.trainer.batch import Row, make_row
+from headrace.consumers.trainer.checkpoint import CheckpointInfo, Checkpoints
+from headrace.consumers.trainer.emit import Emitter
+from headrace.consumers.trainer.follow import follow
+from headrace.consumers.trainer.history import History, load_bits
+from headrace.consumers.trainer.master import bf16_bits
 from headrace.consumers.trainer.model import load_model
-from headrace.consumers.trainer.orders import decode_rows, encode_rows
+from headrace.consumers.trainer.orders import Order, decode_rows, encode_rows, tell
 from headrace.consumers.trainer.step import Learner
 from headrace.schemas.config import TrainerConfig
 from headrace.schemas.score import Ref
 from headrace.schemas.weight_hash import set_hash
+from headrace.schemas.weights import WEIGHTS
+from headrace.streams.blobs import BlobStore
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 2, "micro_batch_tokens": 64}
 
@@ -38,18 +46,29 @@ def learner(directory: Path, team: Any = None) -> Learner:
 
 
 def learn(team: Any, folder: Path) -> None:
-    made = learner(folder / "model", team)
-    for step in range(3):
-        # Rank 0 tells, the others hear: here each has the rows.
-        if team.rank:
-            team.broadcast(b"")
-        result = made.step(rows(step * 12, 1 if step == 2 else 12))
+    """Version 0 and three steps; rank 0 tells, the others follow. What each has at the end goes into files."""
+    made, store = learner(folder / "model", team), BlobStore(str(folder / "blobs"))
+    emitter = Emitter(store, "policy", anchor_every=2, team=team)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1, team=team)
     if team.rank:
-        team.broadcast(b"")
-    whole = made.weights_hash()
-    held = {name: w.detach().numpy() for name, w in made.master.weights.items()}
-    np.savez(folder / f"rank{team.rank}.npz", **held)
-    (folder / f"said{team.rank}").write_text(json.dumps([whole, result.metrics]))
+        follow(made, emitter, checkpoints, store)
+    else:
+        records = [emitter.encode(made.master)]
+        emitter.settle()
+        for step in range(3):
+            result = made.step(rows(step * 12, 1 if step == 2 else 12))
+            records.append(emitter.encode(made.master))
+            emitter.settle()
+        assert made.weights_hash() == emitter.weights_hash
+        (folder / "metrics").write_text(json.dumps(result.metrics))
+        for record in records:
+            (folder / f"record{record.version}").write_bytes(WEIGHTS.encode(record))
+        info = CheckpointInfo(version=3, weights_hash=emitter.weights_hash, consumed=(), config_hash="c")
+        checkpoints.save(info, made.tensors())
+        tell(team, Order.STOP)
+    full = {name: p.full_tensor().bfloat16() for name, p in made.live.parameters.items()}
+    if team.rank == 0:
+        save_file(full, folder / "full.safetensors")
 
 
 def test_the_rows_travel_bit_for_bit() -> None:
@@ -69,16 +88,26 @@ def test_ranks_learn_what_one_learns(tmp_path: Path, size: int) -> None:
     alone = learner(tmp_path / "model")
     for step in range(3):
         expected = alone.step(rows(step * 12, 1 if step == 2 else 12))
-    parts = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(size)]
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
-    for name, w in alone.master.weights.items():
-        assert np.abs(joined[name] - w.detach().numpy()).max() < 2e-6
-    said = {(tmp_path / f"said{rank}").read_text() for rank in range(size)}
-    assert len(said) == 1
-    whole, metrics = json.loads(said.pop())
-    bits = {
-        name: torch.from_numpy(v).bfloat16().view(torch.int16).numpy().view(np.uint16)
-        for name, v in joined.items()
-    }
-    assert whole == set_hash(bits)
+    metrics = json.loads((tmp_path / "metrics").read_text())
     assert metrics == pytest.approx(expected.metrics, rel=1e-3)
+
+    (info,) = Checkpoints(tmp_path / "checkpoints", keep=1).infos()
+    assert (info.version, info.ranks) == (3, size)
+    joined = learner(tmp_path / "model")
+    joined.load(Checkpoints(tmp_path / "checkpoints", keep=1).load(info), info.version)
+    for name, w in alone.master.weights.items():
+        assert (joined.master.weights[name] - w).abs().max() < 2e-6
+
+    records = [WEIGHTS.decode((tmp_path / f"record{v}").read_bytes(), []) for v in range(4)]
+    assert [len(r.blobs) for r in records] == [size, size, 2 * size, size]
+    history, store = History(records), BlobStore(str(tmp_path / "blobs"))
+    found = load_bits(history.chain(3), store, alone.shapes)
+    full = {name: bf16_bits(t) for name, t in load_file(tmp_path / "full.safetensors").items()}
+    assert set(found) == set(full) == set(alone.shapes)  # the tied head once, as the embedding
+    for name, bits in full.items():
+        assert np.array_equal(found[name], bits), name
+        assert np.array_equal(joined.bits()[name], bits), name
+    assert records[3].weights_hash == set_hash(full) == joined.weights_hash()
+    assert [r.weights_hash for r in records] == [
+        set_hash(load_bits(history.chain(v), store, alone.shapes)) for v in range(4)
+    ]
