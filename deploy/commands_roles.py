@@ -31,7 +31,11 @@ def engine(
         str, typer.Option("--id", help="Unique among the engines of a namespace.")
     ] = "engine-0",
 ) -> None:
-    """Sample tokens, and follow the policy's weights while doing so."""
+    """Sample tokens, and follow the policy's weights while doing so.
+
+    engine.kind: transformers (the default) and vllm run in this process; vllm with engine.url, and sglang, drive the
+    server there. `headrace doctor` says whether the kind that is configured can run here.
+    """
     _run("headrace.producers.engines.role", config, sets or (), engine_id)
 
 

@@ -15,6 +15,7 @@ from ..streams.sandbox.layers import probe
 from .broker import apache, embedded
 from .broker.choice import broker_reason, choose_kind
 from .broker.limits import LIMITS
+from .doctor_engine import engine_kind, vllm_here
 from .model_dir import check_model_dir
 from .processes import accepts, free_port, require_free_port
 
@@ -42,6 +43,8 @@ def diagnose(config: Config) -> list[Finding]:
         *_brokers(config),
         _bootstrap(config),
         _model(config),
+        _checked("engine", lambda: engine_kind(config)),
+        _checked("vllm", vllm_here, level="note"),
         _sandbox(config),
         *_ports(config),
     ]

@@ -113,7 +113,7 @@ class SglangConfig(Section):
     """The same for --admin-api-key, where the server has one."""
     admin_key_file: Path | None = None
     stream: bool = False
-    """Read tokens as they come: they are counted at once, at the price of more traffic."""
+    """Read tokens as they come: they are counted at once, for more traffic and some 40 ms of every pause."""
     verify_tensors: Annotated[int, Field(ge=0)] = 4
     """Changed tensors whose first rows are read back from the server after each update."""
     control_seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -140,6 +140,8 @@ class VllmConfig(Section):
     """Ranks that share the model."""
     handover: Path | None = None
     """Folder in which updates wait for vLLM's workers, which must see it too; None: one in /dev/shm."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the --api-key of the server at `engine.url`."""
     args: dict[str, Any] = {}
     """More of vLLM's own EngineArgs: gpu_memory_utilization, enforce_eager, ..."""
 
@@ -173,8 +175,19 @@ class EngineConfig(Section):
             return None
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ValueError("write http://host:port; a key belongs into engine.sglang.api_key_env")
+            raise ValueError(
+                "write http://host:port; a key belongs into api_key_env of engine.sglang or engine.vllm"
+            )
         return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_driver(self) -> EngineConfig:
+        if self.url is not None and self.count > 1:
+            raise ValueError(
+                "engine.count must be 1 with engine.url: several engines would change one server's weights;"
+                " run one `headrace engine --id NAME --set engine.url=URL` for each server"
+            )
+        return self
 
 
 class RolloutConfig(Section):

@@ -149,6 +149,8 @@ class SglangStub:
         return self
 
     def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
         self._server.should_exit = True
         self._thread.join(10)
 
@@ -192,7 +194,7 @@ class SglangStub:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
-        self._condition = asyncio.Condition()
+        self._condition, self._stopping = asyncio.Condition(), asyncio.Event()
         stepping = asyncio.create_task(self._schedule())
         serving = asyncio.create_task(self._server.serve())
         while not self._server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event for it)
@@ -213,6 +215,8 @@ class SglangStub:
             fault = self.faults[path].popleft() if self.faults[path] else ""
             if fault == "500":
                 return JSONResponse({"error": {"message": "scheduler said no"}}, status_code=500)
+            if fault == "hang":
+                await self._stopping.wait()
             if fault == "503":
                 return JSONResponse({"error": {"message": "not ready"}}, status_code=503)
             answer = await handler(body, fault) if path != "/generate" else await handler(body, request)
@@ -460,10 +464,12 @@ class _Cut(Response):
         raise ConnectionResetError("the server is gone")
 
 
-def engine_on(stub: SglangStub, directory: Path, *, keys: Keys | None = None, **more: Any) -> SglangEngine:
+def engine_on(
+    stub: SglangStub, directory: Path, *, keys: Keys | None = None, load_seconds: float = 10, **more: Any
+) -> SglangEngine:
     """An engine for `stub`, whose weights' directory is `directory`."""
     connection = ServerConnection(stub.url, keys)
-    control = ServerControl(connection, seconds=10, load_seconds=10)
+    control = ServerControl(connection, seconds=10, load_seconds=load_seconds)
     settings = {
         "vocab_size": stub.vocab_size,
         "context": 1024,

@@ -251,6 +251,15 @@ def test_an_update_that_fails_at_the_server_poisons_and_an_anchor_heals(setup, f
     check_forward(result, ask(), 2)
 
 
+def test_a_load_that_does_not_end_is_given_up_and_poisons(setup):
+    stub, engine = setup(on=None, engine={"load_seconds": 0.2})
+    stub.faults[UPDATE].append("hang")
+    with pytest.raises(EngineError, match=r"within 0\.2 s"):
+        update(engine, anchor(0))
+    with pytest.raises(EnginePoisonedError):
+        asyncio.run(engine.generate(ask()))
+
+
 def test_a_subscriber_reloads_from_an_anchor_after_a_torn_update_and_says_so(setup):
     stub, engine = setup(on=None)
     trainer = Trainer(anchor_every=2)

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 from sglang_stub import SglangStub
 
+from headrace.deploy.doctor import diagnose
 from headrace.producers.engines.protocol import GenerateRequest, VersionSpan
 from headrace.producers.engines.role import make_engine
 from headrace.producers.engines.sglang_checkpoint import Checkpoint
@@ -274,6 +275,27 @@ def test_the_role_makes_an_engine_for_a_server_of_an_older_release(tmp_path, stu
 
 def test_doctor_says_what_the_server_is(tmp_path, stub):
     assert probe(config(tmp_path, stub.url)) == "SGLang 0.5.99, weight version 'default'"
+
+
+def test_doctor_says_whether_the_kind_of_engine_can_run(tmp_path, stub, monkeypatch):
+    found = {f.check: f for f in diagnose(config(tmp_path, stub.url))}
+    assert found["engine"].level == "ok" and stub.url in found["engine"].detail
+    url = stub.url
+    stub.stop()
+    found = {f.check: f for f in diagnose(config(tmp_path, url))}
+    assert found["engine"].level == "error" and url in found["engine"].detail
+    gone = Config(engine=EngineConfig(kind="vllm", url=url))
+    assert "nothing accepts" in {f.check: f for f in diagnose(gone)}["engine"].detail
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = {f.check: f for f in diagnose(Config(engine=EngineConfig(kind="vllm")))}
+    assert found["engine"].level == "error" and "deploy/vllm/install" in found["engine"].detail
+    assert found["vllm"].level == "note"
+    assert {f.check: f for f in diagnose(Config())}["engine"].level == "ok"
+
+
+def test_one_server_has_one_driver(tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.count must be 1"):
+        load_config(overrides={"engine.url": "http://127.0.0.1:1", "engine.count": 2})
 
 
 def test_recompute_needs_a_server_without_radix_cache(tmp_path, stub):
