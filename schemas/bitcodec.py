@@ -65,18 +65,26 @@ def pack(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype)
     Every value differs from the old one. Of a large change a run in its middle decides the form.
     """
     middle = slice(max(0, (len(indices) - _SAMPLE) // 2), (len(indices) + _SAMPLE) // 2)
-    if len(indices) <= _SAMPLE:
-        return min(_options(indices, values, old, dtype), key=lambda p: p.size)
     first, last = int(indices[middle][0]), int(indices[middle][-1])
-    options = _options(indices[middle] - first, values[middle], old[first : last + 1], dtype)
+    if len(indices) <= _SAMPLE:
+        first, last = 0, len(old) - 1
+    sample = (indices[middle] - first, values[middle], old[first : last + 1], dtype)
+    forms = _forms(*sample)
+    if len(forms) == 1:
+        return _write(*forms[0], indices, values, old, dtype)
+    options = [_write(*form, *sample) for form in forms]
     best = min(options, key=lambda p: p.size)
+    if len(indices) <= _SAMPLE:
+        return best
     if best.where is Where.ALL and best.what is What.STEPS and len(indices) < len(old):
         return _write(Where.BITMAP, What.STEPS, best.split, indices, values, old, dtype)
     return _write(best.where, best.what, best.split, indices, values, old, dtype)
 
 
-def unpack(packed: Packed, base: np.ndarray, dtype: Dtype) -> tuple[np.ndarray | None, np.ndarray]:
-    """(positions, new bits) on top of `base` (bits of the range, flat); positions None: bits of the whole range.
+def unpack(
+    packed: Packed, base: np.ndarray, dtype: Dtype
+) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    """(positions, old bits there, new bits) on top of `base` (bits of the range, flat); positions None: bits of the whole range.
 
     Raises WeightUpdateError for whatever does not fit the range; `base` is only read.
     """
@@ -95,17 +103,22 @@ def unpack(packed: Packed, base: np.ndarray, dtype: Dtype) -> tuple[np.ndarray |
             indices = None
             if nnz != size or len(packed.frames[0]):
                 raise WeightUpdateError("nnz", f"{nnz} of {size} elements written as all")
-    frames = packed.frames[1:]
-    if packed.what is What.RAW:
-        return indices, planes.from_planes(frames, nnz, base.dtype)
     old = base if indices is None else base[indices]
-    if packed.what is What.PLANES:
-        return indices, planes.from_differences(frames, old)
-    return indices, steps.from_steps(frames, old, dtype, packed.split)
+    frames = packed.frames[1:]
+    match packed.what:
+        case What.RAW:
+            bits = planes.from_planes(frames, nnz, base.dtype)
+        case What.PLANES:
+            bits = planes.from_differences(frames, old)
+        case What.STEPS:
+            bits = steps.from_steps(frames, old, dtype, packed.split)
+    return indices, old, bits
 
 
-def _options(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype) -> list[Packed]:
-    """Every form that may be the smallest."""
+def _forms(
+    indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype
+) -> list[tuple[Where, What, int]]:
+    """Every form, with its split, that may be the smallest."""
     n, size = len(indices), len(old)
     before = old[indices]
     split = steps.best_split(before, values, dtype)
@@ -116,9 +129,9 @@ def _options(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dt
         whats += [What.PLANES, What.RAW]
     sparse = [Where.GAPS] if n * 8 < size else [Where.GAPS, Where.BITMAP]
     wheres = [Where.ALL] if n == size else sparse
-    found = [_write(a, b, split, indices, values, old, dtype) for a in wheres for b in whats]
+    found = [(where, what, split) for where in wheres for what in whats]
     if size > n > size // 2:
-        found += [_write(Where.ALL, b, 0, indices, values, old, dtype) for b in (What.PLANES, What.RAW)]
+        found += [(Where.ALL, what, 0) for what in (What.PLANES, What.RAW)]
     return found
 
 

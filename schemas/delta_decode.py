@@ -118,14 +118,14 @@ def _check_row(row: Row, base: Weights, dtypes: Dtypes | None) -> None:
 def _unpack(task: _Task) -> _Part:
     row, base = task.row, task.base
     try:
-        indices, bits = unpack(row.packed, base, row.dtype)
+        indices, old, bits = unpack(row.packed, base, row.dtype)
     except WeightUpdateError as e:
         raise WeightUpdateError(e.reason, f"{row.name}: {e.detail}") from None
     if indices is None:
-        where = np.flatnonzero(base != bits)
-        step = update_hash(0, where, base[where], bits[where], row.dtype, row.flat_offset)
+        where = np.flatnonzero(old != bits)
+        step = update_hash(0, where, old[where], bits[where], row.dtype, row.flat_offset)
         return _Part(row, None, bits, step)
-    step = update_hash(0, indices, base[indices], bits, row.dtype, row.flat_offset)
+    step = update_hash(0, indices, old, bits, row.dtype, row.flat_offset)
     indices += row.flat_offset
     return _Part(row, indices, bits, step)
 

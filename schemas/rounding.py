@@ -10,7 +10,7 @@ import numpy as np
 
 from .dtypes import Dtype
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Elements looked at together: the temporaries stay in the cache."""
 _NAN_ABOVE = np.uint32(0x7F800000)
 
@@ -36,36 +36,44 @@ def changed(old: np.ndarray, new: np.ndarray, dtype: Dtype) -> tuple[np.ndarray,
 
     `old`: bit patterns [n] of `dtype`. `new`: bit patterns of it too, or float32 [n] that is rounded to it.
     """
-    found, bits = [], []
-    for at in range(0, len(old), CHUNK):
-        a, b = old[at : at + CHUNK], new[at : at + CHUNK]
-        if b.dtype != np.float32:
-            where = np.flatnonzero(a != b)
-            values = b[where]
-        elif dtype is Dtype.BF16:
-            where, values = _rounds_elsewhere(a, b)
+    if new.dtype == np.float32 and dtype is Dtype.FP32:
+        new = new.view(np.uint32)
+    cast = new.dtype == np.float32
+    candidates = _Candidates(min(CHUNK, len(old)), dtype if cast else None)
+    found = [candidates(old[at : at + CHUNK], new[at : at + CHUNK], at) for at in range(0, len(old), CHUNK)]
+    where = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    bits = rounded(new[where], dtype) if cast else new[where]
+    if cast and dtype is Dtype.BF16:
+        differs = bits != old[where]
+        if not differs.all():  # exact ties
+            where, bits = where[differs], bits[differs]
+    return where, bits
+
+
+class _Candidates:
+    """Positions in one chunk that may have changed: exact, but for what bf16 rounds back to its old bits."""
+
+    def __init__(self, size: int, cast: Dtype | None) -> None:
+        """`cast`: what float32 is to be rounded to; None: bit patterns are compared."""
+        self._cast = cast
+        self._wide = np.empty(size, dtype=np.uint32)
+        self._mask = np.empty(size, dtype=bool)
+
+    def __call__(self, old: np.ndarray, new: np.ndarray, at: int) -> np.ndarray:
+        wide, mask = self._wide[: len(old)], self._mask[: len(old)]
+        if self._cast is Dtype.BF16:
+            # A master within half a step of its old bits need not be rounded. A NaN's bits may wrap around to look
+            # near; the largest element is a NaN if any is.
+            with np.errstate(invalid="ignore"):
+                if np.isnan(new.max()):
+                    return np.arange(at, at + len(old))
+            np.copyto(wide, old)
+            wide <<= np.uint32(16)
+            np.subtract(new.view(np.uint32), wide, out=wide)
+            wide += np.uint32(0x7FFF)
+            np.greater_equal(wide, np.uint32(0xFFFF), out=mask)
         else:
-            b = rounded(b, dtype)
-            where = np.flatnonzero(a != b)
-            values = b[where]
-        found.append(where + at)
-        bits.append(values)
-    if not found:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=old.dtype)
-    return np.concatenate(found), np.concatenate(bits)
-
-
-def _rounds_elsewhere(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`changed` of one chunk for bf16: whatever lies within half a step of its old bits need not be rounded."""
-    middle = np.full((len(old), 2), 0x8000, dtype=np.uint16)
-    middle[:, 1] = old
-    distance = new.view(np.uint32) - middle.view("<u4")[:, 0]
-    # A NaN's bits may wrap around to look near; the largest element is a NaN if any is.
-    with np.errstate(invalid="ignore"):
-        nan = bool(np.isnan(new.max()))
-    where = np.arange(len(old)) if nan else np.flatnonzero(distance < np.uint32(0xFFFF0001))
-    bits = rounded(new[where], Dtype.BF16)
-    differs = bits != old[where]
-    if differs.all():  # all but exact ties
-        return where, bits
-    return where[differs], bits[differs]
+            np.not_equal(old, new if self._cast is None else rounded(new, self._cast), out=mask)
+        where = np.flatnonzero(mask)
+        where += at
+        return where
