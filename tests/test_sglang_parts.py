@@ -11,6 +11,7 @@ import safetensors
 from sglang_stub import SglangStub
 
 from headrace.deploy.doctor import diagnose
+from headrace.producers.engines import sglang_http
 from headrace.producers.engines.protocol import GenerateRequest, VersionSpan
 from headrace.producers.engines.role import make_engine
 from headrace.producers.engines.sglang_checkpoint import Checkpoint
@@ -271,6 +272,14 @@ def test_the_role_makes_an_engine_for_a_server_of_an_older_release(tmp_path, stu
     finally:
         engine.close()
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path, stub, monkeypatch):
+    monkeypatch.setattr(sglang_http, "FIRST_BACKOFF_SECONDS", 0.005)
+    stub.stop()
+    with pytest.raises(EngineError, match=stub.address) as e:
+        make_engine(config(tmp_path, stub.url), "engine-0")
+    assert not isinstance(e.value, ConfigError)  # a supervisor tries again: servers take minutes to start
 
 
 def test_doctor_says_what_the_server_is(tmp_path, stub):
