@@ -8,7 +8,7 @@ log, leaves them as they were.
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import logging
 import math
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -28,8 +29,7 @@ from ...schemas.rounding import CHUNK, changed, rounded
 from ...schemas.weight_hash import shapes_hash, sum_hashes, tensor_hash
 from ...schemas.weights import BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
-from ...streams.blob_files import PIECE_BYTES
-from ...streams.blobs import BlobStore
+from ...streams.blobs import BlobRef, BlobStore
 from .orders import Order, tell
 from .shards import Span
 from .team import Alone, Team, together
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 """Pauses between attempts to store a blob."""
-IN_MEMORY_BYTES = 64 << 20
-"""A blob larger than this is written to a temporary file first."""
 
 
 class Source(Protocol):
@@ -162,24 +160,23 @@ class Emitter:
 
     def put(self, kind: BlobKind, version: int, data: bytes) -> WeightBlob:
         """Store one blob of `version` that is not cut into shards. Raises BlobError."""
-        return self._upload(io.BytesIO(data), kind, version, shard=0, shards=1)
+        return self._store_as(kind, version, (0, 1), lambda stem: self._store.put_stream(stem, [data]))
 
     def _part(self, source: Source, version: int, alone: bool) -> bytes:
         """Store this rank's delta, if there is one."""
         if alone:
             return _json(_Part(hashes=_hashes(source)))
-        shard, shards = self._team.rank, self._team.size
-        with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as file:
+        with _scratch() as file:
             totals = write_delta(
                 file,
                 self._changes(source),
                 base_version=self._version,
                 version=version,
-                shard=shard,
-                shards=shards,
+                shard=self._team.rank,
+                shards=self._team.size,
                 threads=self._threads,
             )
-            blob = self._upload(file, BlobKind.DELTA, version, shard=shard, shards=shards)
+            blob = self._upload(file, BlobKind.DELTA, version)
         return _json(_Part(hashes=dict(totals.hashes), changed=totals.changed, blob=asdict(blob)))
 
     def _changes(self, source: Source) -> Iterator[Change]:
@@ -197,24 +194,30 @@ class Emitter:
 
     def _anchor(self, source: Source, version: int, weights_hash: int) -> bytes:
         """Store all of this rank's rows."""
-        shard, shards = self._team.rank, self._team.size
         places = {name: (s.shape, s.start) for name, s in source.spans.items()}
-        with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as file:
-            write_anchor(file, _Rounded(source), version, weights_hash, places=places if shards > 1 else None)
-            blob = self._upload(file, BlobKind.ANCHOR, version, shard=shard, shards=shards)
+        cut = places if self._team.size > 1 else None
+        with _scratch() as file:
+            write_anchor(file, _Rounded(source), version, weights_hash, places=cut)
+            blob = self._upload(file, BlobKind.ANCHOR, version)
         return json.dumps(asdict(blob)).encode()
 
-    def _upload(
-        self, file: IO[bytes], kind: BlobKind, version: int, *, shard: int, shards: int
+    def _upload(self, file: IO[bytes], kind: BlobKind, version: int) -> WeightBlob:
+        """Store a file of this rank's; streamed, under a name that holds its hash."""
+        file.flush()
+        shard = (self._team.rank, self._team.size)
+        return self._store_as(kind, version, shard, lambda stem: self._store.put_file(stem, Path(file.name)))
+
+    def _store_as(
+        self, kind: BlobKind, version: int, shard: tuple[int, int], put: Callable[[str], BlobRef]
     ) -> WeightBlob:
-        place = f"-{shard}of{shards}" if shards > 1 else ""
+        number, count = shard
+        place = f"-{number}of{count}" if count > 1 else ""
         stem = f"weights/{self._policy_id}/v{version:06d}-{kind}{place}"
         for pause in (*RETRY_SECONDS, None):
             try:
-                file.seek(0)
-                ref = self._store.put_stream(stem, iter(lambda: file.read(PIECE_BYTES), b""))
+                ref = put(stem)
                 return WeightBlob(
-                    kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256, shard=shard, shards=shards
+                    kind=kind, uri=ref.name, size=ref.size, sha256=ref.sha256, shard=number, shards=count
                 )
             except BlobError as e:
                 if pause is None:
@@ -222,6 +225,18 @@ class Emitter:
                 logger.warning("blob %s not stored, again in %.1f s: %s", stem, pause, e)
                 self._sleep(pause)
         raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[IO[bytes]]:
+    """A temporary file, on disk: a model's anchor is as large as the model. Raises BlobError."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="headrace-") as file:
+            yield file
+    except OSError as e:
+        raise BlobError(
+            f"a version cannot be prepared in {tempfile.gettempdir()}: {e}; set TMPDIR to a folder with room"
+        ) from e
 
 
 class _Rounded(Mapping[str, np.ndarray]):
