@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import socket
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from headrace.producers.engines.protocol import GenerateRequest, VersionSpan
 from headrace.producers.engines.role import make_engine
 from headrace.producers.engines.sglang_checkpoint import Checkpoint
 from headrace.producers.engines.sglang_connect import checkpoint_dir, pause_mode, probe, read_keys
+from headrace.producers.engines.sglang_http import Keys, ServerConnection
 from headrace.producers.engines.sglang_spans import ForeignVersionError, Lived, attribute
 from headrace.producers.engines.sglang_wire import Answer, Sampled, request_body
 from headrace.schemas.config import Config, EngineConfig, SglangConfig
@@ -236,6 +239,15 @@ def test_config_and_tokenizer_come_along_and_old_weights_do_not(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_weights_directory_that_leads_elsewhere_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.safetensors").write_text("precious")
+    (tmp_path / "c").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match="somebody else"):
+        Checkpoint(tmp_path / "c")
+    assert (tmp_path / "elsewhere" / "model.safetensors").read_text() == "precious"
+
+
 def test_a_full_disk_is_an_error_that_says_what_to_set(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -341,6 +353,27 @@ def test_keys_come_from_the_environment_or_a_file_without_their_line_end(tmp_pat
     with pytest.raises(ConfigError, match="header cannot hold") as e:
         read_keys(SglangConfig(api_key_file=tmp_path / "key"))
     assert "lines" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/9 nonsense\r\n\r\n", b"HTTP/1.1 500 no\r\n\r\nyour key s3cret is wrong"]
+)
+def test_no_error_repeats_a_key(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with listening.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        connection = ServerConnection(f"http://127.0.0.1:{listening.getsockname()[1]}", Keys("s3cret"))
+        with pytest.raises(EngineError) as e:
+            connection.call("GET", "/model_info", seconds=5)
+        connection.close()
+        server.join(10)
+    assert "s3cret" not in str(e.value) + repr(e.value)
 
 
 def test_runs_do_not_share_a_weights_directory(tmp_path):

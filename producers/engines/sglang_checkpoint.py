@@ -6,6 +6,7 @@ model's own directory.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,9 @@ class Checkpoint:
         self._staged: tuple[WeightUpdate, dict[str, np.ndarray]] | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
+            # In a folder that everybody may write to, somebody else may have made it first.
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "it belongs to somebody else")
             (path / FILE).unlink(missing_ok=True)
             for source in sorted(model.iterdir()) if model is not None else ():
                 if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):

@@ -54,6 +54,12 @@ class Keys:
         key = (self.admin or self.api) if admin else self.api
         return {"Authorization": f"Bearer {key}"} if key else {}
 
+    def hidden(self, text: str) -> str:
+        """`text` without a key that a server or a proxy repeats."""
+        for key in (self.api, self.admin):
+            text = text.replace(key, "***") if key else text
+        return text
+
 
 class ServerConnection:
     """JSON to and from `url`. `close` ends the thread."""
@@ -164,14 +170,15 @@ class ServerConnection:
                         f"{where} refuses our key ({answer.status}): {_KEY_HINT}", answer.status
                     )
                 if answer.status != 200:
-                    detail = _detail(await answer.read())
+                    detail = self._keys.hidden(_detail(await answer.read()))
                     raise ServerError(f"{where} answered {answer.status}: {detail}", answer.status)
                 yield answer
         except TimeoutError:
             limit = f"within {seconds:g} s" if seconds is not None else "in time"
             raise ServerError(f"{where} did not answer {limit}") from None
         except (aiohttp.ClientError, OSError) as e:
-            raise ServerError(f"{where} does not answer: {e!r}") from None
+            # Not its repr: that may hold the request's headers.
+            raise ServerError(f"{where} does not answer: {type(e).__name__} {e}") from None
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
