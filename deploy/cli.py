@@ -20,6 +20,7 @@ from . import (
     commands_inspect,
     commands_roles,
     commands_run,
+    commands_weights,
 )
 from .interrupts import Interrupted
 from .options import print_error
@@ -62,6 +63,7 @@ commands_roles.add_to(app)
 commands_feedback.add_to(app)
 commands_bench.add_to(app)
 commands_audit.add_to(app)
+commands_weights.add_to(app)
 
 
 def main() -> None:

@@ -79,7 +79,8 @@ def plan_cleanup(
     needed = {b.uri for v, r in known.items() if v >= floor for b in r.blobs}
     older = [(v, b) for v, b in older if b.uri not in needed]
     claims = [*_of_engines(engines, known, whole, engine_age_s), *_of_versions(keep_versions, whole)]
-    holds, held = [], set()
+    holds: list[Hold] = []
+    held: set[str] = set()
     for claim in claims:
         blobs = [b for v, b in older if claim.takes(v, b.kind)]
         held.update(b.uri for b in blobs)
