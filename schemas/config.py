@@ -347,6 +347,46 @@ class StreamsConfig(Section):
     """A worker that owns records to read and moves none for this long ends itself; the supervisor starts a new one."""
 
 
+class GatewayConfig(Section):
+    """The address that agent harnesses are pointed at."""
+
+    host: str = "127.0.0.1"
+    """Anything but this machine needs keys_file."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """0: a free one."""
+    keys_file: Path | None = None
+    """TOML with [[keys]] of sha256, tenant, policy, capture (`headrace keys` writes entries); None: no key is asked for."""
+    models: list[str] = ["claude-*", "gpt-*", "codex-*", "o[0-9]*"]
+    """Shell patterns of model names that mean this policy, beside its id: what harnesses send by themselves."""
+    thinking: Literal["keep", "branch"] = "keep"
+    """A client that replays other reasoning than was sampled: keep the sampled tokens, or open a branch."""
+    opening: list[str] = []
+    """What the generation prompt writes after `assistant`, a marker or text each: ["<think>", "\n"] for models that
+    always reason."""
+    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Sampled at, whatever clients ask for; None: as they ask. What is sampled at 0 is served and not trained."""
+    context_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Prompt and answer; None: max_position_embeddings of the model."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Of one answer; None: what the context allows."""
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
+    max_messages: Annotated[int, Field(ge=1)] = 4096
+    max_in_flight: Annotated[int, Field(ge=1)] = 1024
+    """Requests served at once; above it 503."""
+    max_rollouts: Annotated[int, Field(ge=1)] = 4096
+    """Rollouts open at once; above it new sessions get 503."""
+    idle_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """A rollout to which nothing happens for so long is finished."""
+    keepalive_seconds: Annotated[float, Field(gt=0)] = 5.0
+    """Silence after which a stream shows that it lives."""
+    patience_seconds: Annotated[float, Field(ge=0)] = 20.0
+    """How long a turn waits for an engine that fails or updates, before 503."""
+    spool_dir: Path | None = None
+    """Finished rollouts lie here until Kafka has them; None: <run.dir>/gateway-spool. One gateway to a folder."""
+    spool_mb: Annotated[int, Field(ge=1)] = 1024
+    """Above it new sessions get 503."""
+
+
 class MetricsConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -368,6 +408,7 @@ class Config(Section):
     staleness: StalenessConfig = StalenessConfig()
     trainer: TrainerConfig = TrainerConfig()
     streams: StreamsConfig = StreamsConfig()
+    gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @property

@@ -25,7 +25,7 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, tied: bool 
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,  # the smallest that vLLM takes on a CPU
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         initializer_range=0.3,

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from engine_kit import anchor, bits_of, perturbed, picked
 from transformers import (
@@ -17,6 +27,9 @@ from transformers import (
 )
 
 from headrace.producers.engines.live_weights import LiveWeights
+from headrace.producers.engines.vllm.local import BACKEND, EXTENSION, LocalVllm
+from headrace.producers.engines.vllm.remote import RemoteVllm
+from headrace.schemas.config import EngineConfig
 
 VOCAB = 61
 KINDS = ("dense", "tied", "moe")
@@ -36,7 +49,7 @@ def small_model(kind: str, seed: int = 0) -> Any:
         "head_dim": 32,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": kind == "tied",
-        "initializer_range": 0.2,
+        "initializer_range": 0.1,
     }
     if kind == "moe":
         model: Any = Qwen3MoeForCausalLM(
@@ -77,10 +90,10 @@ def model_with(kind: str, weights: Weights) -> Any:
 
 
 @torch.no_grad()
-def recomputed(model: Any, prompt: Any, tokens: Any) -> np.ndarray:
+def recomputed(model: Any, prompt: Any, tokens: Any, *, temperature: float = 1.0) -> np.ndarray:
     """[len(tokens)] logprobs of `tokens` after `prompt` by one forward pass."""
     ids = torch.tensor([[*prompt, *tokens]])
-    return picked(model(ids).logits[0, len(prompt) - 1 : -1], list(tokens))
+    return picked(model(ids).logits[0, len(prompt) - 1 : -1] / temperature, list(tokens))
 
 
 @torch.no_grad()
@@ -97,3 +110,120 @@ def on_old_keys(models: list[Any], ends: list[int], prompt: Any, tokens: Any) ->
         parts.append(picked(logits[len(prompt) + start - 1 - at :], list(tokens[start:end])))
         at, start = upto, end
     return np.concatenate(parts)
+
+
+class Kept:
+    """One vLLM for many engines in turn: a transport that a closing engine does not end."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.exact_counts = transport.exact_counts
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._facts = self._call(transport.start())
+        self.process: subprocess.Popen | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._transport.alive
+
+    async def start(self) -> Any:
+        return self._facts
+
+    async def close(self) -> None:
+        await self.resume()  # an engine that was closed while its weights were torn has left it paused
+
+    def everywhere(self, function: Any) -> None:
+        """Have every worker of a vLLM in our process call `function(worker)`."""
+        self._call(self._transport._llm.collective_rpc(function))
+
+    def end(self) -> None:
+        self._call(self._transport.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+    def __getattr__(self, name: str) -> Any:
+        """vLLM belongs to the event loop that it was started on."""
+
+        async def call(*args: Any) -> Any:
+            work = getattr(self._transport, name)(*args)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+        return call
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def started(directory: Path, *, ranks: int = 1, **engine: Any) -> Kept:
+    """A vLLM for the model in `directory`, or a skipped test where there is none."""
+    pytest.importorskip("vllm", reason="no vLLM in this environment: deploy/vllm/install FOLDER makes one")
+    config = EngineConfig.model_validate(
+        {
+            "kind": "vllm",
+            "cache_tokens": 32768,
+            "max_requests": 64,
+            "vllm": {"tensor_parallel": ranks, "args": {"enforce_eager": True}},
+            **engine,
+        }
+    )
+    return Kept(LocalVllm(directory, config, seed=7))
+
+
+def attached(directory: Path) -> Kept:
+    """A stock vLLM server for the model in `directory`, and the transport to it."""
+    pytest.importorskip("vllm", reason="no vLLM in this environment: deploy/vllm/install FOLDER makes one")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = {
+        "model": directory,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": 1024,
+        "block-size": 32,
+        "num-gpu-blocks-override": 1024,
+        "logprobs-mode": "processed_logprobs",
+        "worker-extension-cls": EXTENSION,
+        "weight-transfer-config": json.dumps({"backend": BACKEND}),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--enable-scale-out", "--enforce-eager", "--skip-tokenizer-init"]
+    command += [str(x) for name, value in arguments.items() for x in (f"--{name}", value)]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(command, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(f"{url}/health", process)
+        kept = Kept(RemoteVllm(url))
+    except BaseException:
+        process.kill()
+        raise
+    kept.process = process
+    return kept
+
+
+def _wait_for(url: str, process: subprocess.Popen, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"{url} did not answer within {seconds} s")

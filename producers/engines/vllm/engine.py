@@ -15,6 +15,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class VllmEngine:
         self._epochs = itertools.count()
         self._poisoned = self._closed = self._replaced = self._held = False
         self._keys = itertools.count()
+        self._asked: set[Future[GenerateResult]] = set()
         self._flight: dict[str, _InFlight] = {}
         self._finished_tokens = 0
         self._staged: tuple[WeightUpdate, Path, str] | None = None
@@ -90,7 +92,7 @@ class VllmEngine:
     @property
     def running(self) -> int:
         """Requests in flight."""
-        return len(self._flight)
+        return len(self._asked)
 
     @property
     def generated_tokens(self) -> int:
@@ -117,7 +119,11 @@ class VllmEngine:
         max_tokens = self._admit(request)
         self._refuse()
         asked = asyncio.run_coroutine_threadsafe(self._generate(request, max_tokens), self._loop)
-        return await asyncio.wrap_future(asked)
+        self._asked.add(asked)
+        try:
+            return await asyncio.wrap_future(asked)
+        finally:
+            self._asked.discard(asked)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -202,9 +208,7 @@ class VllmEngine:
     async def _start(self) -> Facts:
         self._open = asyncio.Event()
         self._open.set()
-        facts = await self._transport.start()
-        await self._transport.rpc("headrace_hello")
-        return facts
+        return await self._transport.start()
 
     async def _generate(self, request: GenerateRequest, max_tokens: int) -> GenerateResult:
         entry = _InFlight(request)

@@ -86,16 +86,16 @@ class LiveShard:
         self.layers, self.places = layers, name_map(layers)
 
     def prepare(self, update: WeightUpdate) -> Prepared:
-        """Everything about `update` but its base version, checked; nothing is written. Raises WeightUpdateError."""
-        before = dict(self.known)
-        patches = self._unique(update.patches)
-        anchor = update.base_version is None
+        """Everything about `update` checked; nothing is written. Raises WeightUpdateError."""
+        before, patches, anchor = dict(self.known), update.patches, update.base_version is None
         if not anchor and not before:
             raise WeightUpdateError("base_version", "a delta before the first anchor")
-        if anchor:
-            self._check_anchor(patches, before)
+        self.check_base(update)
         for patch in patches:
             self._check(patch, before, anchor)
+        self._check_unique(patches)
+        if anchor:
+            self._check_anchor(patches, before)
         writes, loads = [], []
         for patch in patches:
             if patch.name in self.places:
@@ -165,22 +165,21 @@ class LiveShard:
             else:
                 yield block, bits.reshape(-1)[patch.indices], patch.bits
 
-    def _unique(self, patches: Sequence[TensorPatch]) -> list[TensorPatch]:
-        """Every tensor once: tied ones may be listed under each of their names, with the same content."""
+    def _check_unique(self, patches: Sequence[TensorPatch]) -> None:
+        """Every tensor once; tied ones may be listed under each of their names, with the same content."""
         names: set[str] = set()
-        at: dict[object, TensorPatch] = {}
+        first: dict[object, TensorPatch] = {}
         for patch in patches:
             if patch.name in names:
                 raise WeightUpdateError("duplicate_tensor", patch.name)
             names.add(patch.name)
-            key = self.places.get(patch.name, patch.name)
-            key = tuple((b.parameter, b.offset) for b in key.blocks) if isinstance(key, Place) else key
-            twin = at.setdefault(key, patch)
+            place = self.places.get(patch.name)
+            where = patch.name if place is None else tuple((b.parameter, b.offset) for b in place.blocks)
+            twin = first.setdefault(where, patch)
             if twin is not patch and not _same(twin, patch):
                 raise WeightUpdateError(
                     "tied_tensors", f"{twin.name} and {patch.name} are one tensor, and differ"
                 )
-        return list(patches)
 
     def _check_anchor(self, patches: Sequence[TensorPatch], known: Mapping) -> None:
         if known:

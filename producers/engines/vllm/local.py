@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ....schemas.config import EngineConfig
 from ....schemas.errors import ConfigError, EngineError
 from ..protocol import GenerateRequest
-from .transport import Facts, Finished, Sampled, spans_of
+from .transport import Facts, Finished, Sampled, facts_of, spans_of
 
 EXTENSION = "headrace.producers.engines.vllm.worker.WorkerExtension"
 BACKEND = "headrace"
@@ -55,13 +55,7 @@ class LocalVllm:
             await self._llm.init_weight_transfer_engine(_request("Init", init_info={}))
         except (ValueError, RuntimeError, OSError) as e:
             raise EngineError(f"vLLM did not start: {e}") from e
-        model = self._llm.model_config
-        return Facts(
-            vocab_size=model.get_vocab_size(),
-            context=model.max_model_len,
-            ranks=self._llm.vllm_config.parallel_config.world_size,
-            logprobs_mode="processed" if model.logprobs_mode == "processed_logprobs" else "raw",
-        )
+        return facts_of(await self.rpc("headrace_hello"))
 
     @property
     def alive(self) -> bool:

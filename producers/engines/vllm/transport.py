@@ -79,3 +79,14 @@ class Transport(Protocol):
 def spans_of(labels: Sequence[tuple[str, int, int]]) -> tuple[VersionSpan, ...]:
     """From vLLM's (label, start, end)."""
     return tuple(VersionSpan(version=int(v), start=s, end=e) for v, s, e in labels if e > s)
+
+
+def facts_of(ranks: Sequence[dict[str, Any]]) -> Facts:
+    """From what `headrace_hello` says on every rank."""
+    said = ranks[0]
+    return Facts(
+        vocab_size=said["vocab_size"],
+        context=said["context"],
+        ranks=len(ranks),
+        logprobs_mode="processed" if said["logprobs_mode"] == "processed_logprobs" else "raw",
+    )

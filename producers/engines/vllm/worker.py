@@ -58,7 +58,7 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         unknown += check_against_files(self.shard, Path(vllm_config.model_config.model))
         if unknown:
             self.shard.load = model.load_weights
-        self.unknown = unknown
+        self.by_loader = unknown
         self.staged: dict[int, Prepared] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -95,11 +95,12 @@ class WorkerExtension:
     def headrace_hello(self) -> dict[str, Any]:
         """What this rank is; raises where the engine was not started for headrace."""
         engine = _engine(self)
+        model = engine.vllm_config.model_config
         return {
-            "unknown": engine.unknown,
-            "names": len(engine.shard.places),
-            "version": engine.shard.version,
-            "torn": engine.shard.torn,
+            "vocab_size": model.get_vocab_size(),
+            "context": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+            "by_loader": engine.by_loader,
         }
 
     def headrace_stage(self, path: str, digest: str) -> dict[str, Any]:
