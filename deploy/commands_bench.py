@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
     )
     bench.command()(streams)
     bench.command()(chaos)
+    bench.command()(delta)
     bench.command()(pause)
     app.add_typer(bench, name="bench", rich_help_panel=PANEL)
 
@@ -100,6 +101,25 @@ def pause(
     with _folder() as folder:
         for kind in engine or ["transformers"]:
             found |= measure(kind, folder, PauseLoad(rounds=rounds, changed=changed), _say)
+    _show(found, as_json)
+
+
+def delta(
+    params: Annotated[int, typer.Option(min=1, help="Parameters, in tensors of 4 Mi.")] = 1 << 26,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind; the best counts.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Of the figures by the clock on the wall.")] = 2,
+    steps: Annotated[int, typer.Option(min=0, help="AdamW steps of the fine-tune at lr 1e-6; 0: none.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Weight deltas: bytes a parameter beside the entropy and PULSE's format, speeds a core, memory, a fine-tune."""
+    from .bench.delta import measure
+
+    found = measure(params=params, repeats=repeats, threads=threads, say=_say)
+    if steps:
+        from .bench.finetune import finetune
+
+        _say(f"{steps} AdamW steps")
+        found |= finetune(steps=steps, lr=1e-6)
     _show(found, as_json)
 
 

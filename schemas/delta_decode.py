@@ -24,6 +24,7 @@ _DENSE = 5
 class _Task:
     row: Row
     base: np.ndarray
+    whole: bool
     last: bool
 
 
@@ -76,7 +77,7 @@ def _tasks(
     for row in rows:
         if before is None or row.name != before.name:
             if before is not None:
-                yield _task(before, base, last=True)
+                yield _task(before, base, whole, last=True)
             if row.name in seen:
                 raise WeightUpdateError("duplicate_tensor", row.name)
             seen.add(row.name)
@@ -84,7 +85,7 @@ def _tasks(
             if whole:
                 expect("tensor_base_hash", row.base_hash, hashes[row.name], row.name)
         else:
-            yield _task(before, base, last=False)
+            yield _task(before, base, whole, last=False)
             _check_row(row, base, dtypes)
             if row.flat_offset < before.flat_offset + before.length:
                 raise WeightUpdateError("duplicate_tensor", f"{row.name}: two rows for one range")
@@ -92,12 +93,12 @@ def _tasks(
             expect("tensor_hash", row.new_hash, before.new_hash, row.name)
         before = row
     if before is not None:
-        yield _task(before, base, last=True)
+        yield _task(before, base, whole, last=True)
 
 
-def _task(row: Row, base: Weights, *, last: bool) -> _Task:
-    part = base[row.name].reshape(-1)[row.flat_offset : row.flat_offset + row.length]
-    return _Task(row, part, last)
+def _task(row: Row, base: Weights, whole: bool, *, last: bool) -> _Task:
+    part = base[row.name].reshape(-1)[_range(row)]
+    return _Task(row, part, whole, last)
 
 
 def _check_row(row: Row, base: Weights, dtypes: Dtypes | None) -> None:
@@ -126,6 +127,10 @@ def _unpack(task: _Task) -> _Part:
         step = update_hash(0, where, old[where], bits[where], row.dtype, row.flat_offset)
         return _Part(row, None, bits, step)
     step = update_hash(0, indices, old, bits, row.dtype, row.flat_offset)
+    if task.whole and len(indices) * _DENSE > len(base):
+        range_bits = base.copy()
+        range_bits[indices] = bits
+        return _Part(row, None, range_bits, step)
     indices += row.flat_offset
     return _Part(row, indices, bits, step)
 
@@ -135,9 +140,7 @@ def _joined(parts: list[_Part], base: np.ndarray, whole: bool) -> TensorPatch:
     if whole and sum(len(p.bits) for p in parts) * _DENSE > base.size:
         bits = base.reshape(-1).copy()
         for p in parts:
-            bits[
-                slice(p.row.flat_offset, p.row.flat_offset + p.row.length) if p.indices is None else p.indices
-            ] = p.bits
+            bits[_range(p.row) if p.indices is None else p.indices] = p.bits
         return TensorPatch(name=row.name, shape=row.shape, indices=None, bits=bits, dtype=row.dtype)
     indices = [
         np.arange(p.row.flat_offset, p.row.flat_offset + p.row.length) if p.indices is None else p.indices
@@ -150,3 +153,7 @@ def _joined(parts: list[_Part], base: np.ndarray, whole: bool) -> TensorPatch:
         bits=parts[0].bits if len(parts) == 1 else np.concatenate([p.bits for p in parts]),
         dtype=row.dtype,
     )
+
+
+def _range(row: Row) -> slice:
+    return slice(row.flat_offset, row.flat_offset + row.length)

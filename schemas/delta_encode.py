@@ -1,6 +1,6 @@
 """Tensors, one at a time, become the rows of a delta: no second copy of the model, no cast of a whole tensor.
 
-A tensor is worked on in segments, each a row of its own, so that threads share a large tensor and the temporaries
+A tensor is worked on in segments, each one row or more, so that threads share a large tensor and the temporaries
 are those of a segment.
 """
 
@@ -22,7 +22,9 @@ from .rounding import changed
 from .weight_hash import MASK, entry_hash, tensor_hash, update_hash
 
 SEGMENT = 1 << 22
-"""Elements of a row at most."""
+"""Elements that are worked on together."""
+_ROW_CHANGES = 1 << 17
+"""Changed elements of a row, about, at most: a denser segment is cut into several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    packed: Packed | None
+    rows: tuple[tuple[int, int, Packed], ...]
+    """(where in the segment it begins, elements, what changed there)"""
     changed: int
     base_hash: int
     step: int
@@ -115,8 +118,8 @@ def write_delta(
         base = change.base_hash if change.base_hash is not None else sum(c.base_hash for _, c in held) & MASK
         new = (base + sum(c.step for _, c in held)) & MASK
         for part, c in held:
-            if c.packed is not None:
-                writer.write(_row(part, c.packed, base, new))
+            for start, length, packed in c.rows:
+                writer.write(_row(part, start, length, packed, base, new))
         base_hashes[change.name], hashes[change.name] = base, new
         base_total += entry_hash(change.name, shape, base)
         new_total += entry_hash(change.name, shape, new)
@@ -164,21 +167,29 @@ def _code(segment: _Segment, update_old: bool) -> _Coded:
     base_hash = tensor_hash(old, dtype, start) if segment.change.base_hash is None else 0
     indices, values = changed(old, segment.new, dtype)
     if not len(indices):
-        return _Coded(None, 0, base_hash, 0)
+        return _Coded((), 0, base_hash, 0)
     step = update_hash(0, indices, old[indices], values, dtype, start)
-    packed = pack(indices, values, old, dtype)
+    count = -(-len(indices) // _ROW_CHANGES)
+    bounds = [len(old) * k // count for k in range(count + 1)]
+    cuts = np.searchsorted(indices, bounds)
+    rows = []
+    for k in range(count):
+        start, stop, cut = bounds[k], bounds[k + 1], slice(cuts[k], cuts[k + 1])
+        if cut.start < cut.stop:
+            packed = pack(indices[cut] - start, values[cut], old[start:stop], dtype)
+            rows.append((start, stop - start, packed))
     if update_old:
         old[indices] = values
-    return _Coded(packed, len(indices), base_hash, step)
+    return _Coded(tuple(rows), len(indices), base_hash, step)
 
 
-def _row(segment: _Segment, packed: Packed, base_hash: int, new_hash: int) -> Row:
+def _row(segment: _Segment, start: int, length: int, packed: Packed, base_hash: int, new_hash: int) -> Row:
     return Row(
         name=segment.change.name,
         dtype=segment.dtype,
         shape=_shape(segment.change),
-        flat_offset=segment.change.flat_offset + segment.start,
-        length=len(segment.old),
+        flat_offset=segment.change.flat_offset + segment.start + start,
+        length=length,
         packed=packed,
         base_hash=base_hash,
         new_hash=new_hash,
