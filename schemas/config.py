@@ -361,8 +361,7 @@ class GatewayConfig(Section):
     thinking: Literal["keep", "branch"] = "keep"
     """A client that replays other reasoning than was sampled: keep the sampled tokens, or open a branch."""
     opening: list[str] = []
-    """What the generation prompt writes after `assistant`, a marker or text each: ["<think>", "\n"] for models that
-    always reason."""
+    """Markers or text that the generation prompt writes after its header, such as <think> for models that always reason."""
     temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Sampled at, whatever clients ask for; None: as they ask. What is sampled at 0 is served and not trained."""
     context_tokens: Annotated[int, Field(ge=16)] | None = None
