@@ -85,13 +85,13 @@ def write_anchor(
     head += b" " * (-len(head) % 8)
     sink.write(len(head).to_bytes(8, "little") + head)
     for name in sorted(weights):
-        sink.write(memoryview(_bytes(weights[name])))
+        sink.write(_bytes(weights[name]))
     return 8 + len(head) + at
 
 
-def _bytes(bits: np.ndarray) -> np.ndarray:
+def _bytes(bits: np.ndarray) -> memoryview:
     """As they lie in the file."""
-    return np.ascontiguousarray(bits, dtype=bits.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(bits, dtype=bits.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
 def decode_anchor(

@@ -187,6 +187,25 @@ def test_sigterm_finishes_and_saves(world: World) -> None:
     assert np.isfinite(world.versions()[-1].metrics["loss"])
 
 
+def test_a_version_that_cannot_be_stored_is_not_published_and_the_reason_is_told(world: World) -> None:
+    world.feed(24)
+    world.run(steps=2)
+    folder, away = (world.config.run.dir / "blobs" / "weights" / name for name in (POLICY, "away"))
+    folder.rename(away)
+    folder.write_text("a file where the folder should be")
+    trainer = world.start(steps=3)
+    _, log = trainer.communicate(timeout=120)
+    assert trainer.returncode != 0
+    assert log.count("not stored, again in") == 4 and "BlobError: blob weights/policy/v000003-delta" in log
+    assert [record.version for record in world.versions()] == [0, 1, 2]
+    assert world.committed() == dict(world.versions()[-1].consumed)
+    folder.unlink()
+    away.rename(folder)
+    world.run(steps=3)
+    assert chain_hashes(world) == [record.weights_hash for record in world.versions()]
+    assert [record.version for record in world.versions()] == [0, 1, 2, 3]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(world: World) -> None:
     folder = world.config.run.dir / "checkpoints"
     folder.mkdir()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -201,7 +201,7 @@ class Emitter:
             blob = self._upload(file, BlobKind.ANCHOR, version)
         return json.dumps(asdict(blob)).encode()
 
-    def _upload(self, file: IO[bytes], kind: BlobKind, version: int) -> WeightBlob:
+    def _upload(self, file: BinaryIO, kind: BlobKind, version: int) -> WeightBlob:
         """Store a file of this rank's; streamed, under a name that holds its hash."""
         file.flush()
         shard = (self._team.rank, self._team.size)
@@ -228,10 +228,10 @@ class Emitter:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[IO[bytes]]:
+def _scratch() -> Iterator[BinaryIO]:
     """A temporary file, on disk: a model's anchor is as large as the model. Raises BlobError."""
     try:
-        with tempfile.NamedTemporaryFile(prefix="headrace-") as file:
+        with tempfile.TemporaryDirectory(prefix="headrace-") as folder, open(f"{folder}/blob", "wb") as file:
             yield file
     except OSError as e:
         raise BlobError(
