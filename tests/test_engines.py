@@ -25,7 +25,9 @@ def empty_engine(request, tmp_path):
     """Each engine, before its first weights."""
     if request.param.startswith("sglang"):
         mode = request.param.split()[1]
-        stub = SglangStub(bits_of(tiny_model(5)), vocab_size=VOCAB, radix=mode == "in_place").start()
+        stub = SglangStub(
+            bits_of(tiny_model(5)), vocab_size=VOCAB, radix=mode == "in_place", step_seconds=0.003
+        ).start()
         engine = engine_on(stub, tmp_path / "checkpoint", pause_mode=mode)
         yield engine
         engine.close()

@@ -18,7 +18,7 @@ from headrace.schemas.weights import BlobKind
 
 VOCAB = 37
 TRAINER = Trainer(anchor_every=1)
-TRAINER.steps(4)
+TRAINER.steps(10)
 LAUNCHED = {name: bits + 1 for name, bits in TRAINER.weights[0].items()}
 UPDATE = "/update_weights_from_disk"
 
@@ -79,10 +79,18 @@ async def sampled(stub, tokens):
             await asyncio.sleep(0.001)
 
 
+async def arrived(stub, n):
+    async with asyncio.timeout(30):
+        while len(stub.requests) < n:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def across(stub, engine, change, *, n=4, max_tokens=50):
     """Results of `n` requests that `change` happens to."""
-    stub.budget = stub.sampled + 5 * n
+    stub.budget = stub.sampled
     tasks = [asyncio.create_task(engine.generate(ask(i, max_tokens=max_tokens))) for i in range(n)]
+    await arrived(stub, n)
+    stub.budget += 5 * n
     await sampled(stub, stub.budget)
     update(engine, change)
     stub.budget = None
@@ -128,6 +136,27 @@ def test_retract_computes_keys_and_values_again(setup):
         assert [s.version for s in result.version_spans] == [0, 1] and len(result.token_ids) == 50
         check_forward(result, ask(i), 0)
         check_forward(result, ask(i), 1)
+
+
+def test_six_requests_live_through_ten_updates_and_every_span_is_of_its_version(setup):
+    stub, engine = setup(radix=False, engine={"pause_mode": "retract", "stream": False})
+
+    async def main():
+        stub.budget = 0
+        tasks = [asyncio.create_task(engine.generate(ask(i, max_tokens=120))) for i in range(6)]
+        await arrived(stub, 6)
+        for version in range(1, 11):
+            stub.budget = stub.sampled + 6 * 5
+            await sampled(stub, stub.budget)
+            update(engine, delta(version))
+            assert stub.hash == engine.weights_hash() == TRAINER.hash(version)
+        stub.budget = None
+        return await asyncio.gather(*tasks)
+
+    for i, result in enumerate(asyncio.run(main())):
+        assert [s.version for s in result.version_spans] == list(range(11))
+        for span in result.version_spans:
+            check_forward(result, ask(i), span.version)
 
 
 @pytest.mark.parametrize("spans", [True, False])
