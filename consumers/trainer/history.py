@@ -108,6 +108,6 @@ def load_bits(
     return bits
 
 
-def _blobs(record: WeightRecord, kind: BlobKind, store: BlobStore) -> list[bytes]:
-    """What each rank stored, in shard order."""
-    return [store.get(BlobRef(b.uri, b.size, b.sha256)) for b in record.blobs_of(kind)]
+def _blobs(record: WeightRecord, kind: BlobKind, store: BlobStore) -> list[memoryview]:
+    """What each rank stored, in shard order; mapped, because an anchor is as large as the model."""
+    return [store.mapped(BlobRef(b.uri, b.size, b.sha256)) for b in record.blobs_of(kind)]
