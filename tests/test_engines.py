@@ -20,18 +20,29 @@ for _seed in (1, 2):
     WEIGHTS.append(perturbed(WEIGHTS[-1], _seed))
 
 
+@pytest.fixture(scope="module")
+def sglang_stubs():
+    """Pause mode -> a server for it; `restart` makes it as new."""
+    stubs = {
+        mode: SglangStub(
+            bits_of(tiny_model(5)), vocab_size=VOCAB, radix=mode == "in_place", step_seconds=0.003
+        )
+        for mode in ("in_place", "retract")
+    }
+    yield {mode: stub.start() for mode, stub in stubs.items()}
+    for stub in stubs.values():
+        stub.stop()
+
+
 @pytest.fixture(params=["scripted", "stale", "recompute", "sglang in_place", "sglang retract"])
-def empty_engine(request, tmp_path):
+def empty_engine(request, tmp_path, sglang_stubs):
     """Each engine, before its first weights."""
     if request.param.startswith("sglang"):
         mode = request.param.split()[1]
-        stub = SglangStub(
-            bits_of(tiny_model(5)), vocab_size=VOCAB, radix=mode == "in_place", step_seconds=0.003
-        ).start()
-        engine = engine_on(stub, tmp_path / "checkpoint", pause_mode=mode)
+        sglang_stubs[mode].restart()
+        engine = engine_on(sglang_stubs[mode], tmp_path / "checkpoint", pause_mode=mode)
         yield engine
         engine.close()
-        stub.stop()
         return
     if request.param == "scripted":
         engine = ScriptedEngine(WEIGHTS[0], vocab_size=VOCAB)
