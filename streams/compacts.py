@@ -33,7 +33,9 @@ def find_jumps(store: BlobStore, records: Mapping[int, WeightRecord]) -> tuple[W
 
     Left out are those whose versions are not among `records`. Raises BlobError.
     """
-    found = []
+    found: list[WeightRecord] = []
+    if not records:
+        return ()
     for name, size in sorted(store.sizes(compact_folder(records)).items()):
         match = _NAME.fullmatch(name.rpartition("/")[2])
         if match is None:

@@ -8,6 +8,7 @@ tried again; one that is not there is, a few times and then rarely; a store that
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -93,6 +94,8 @@ class Follower:
         self._hashes: dict[int, int] = {}
         """Of every version ever seen: a topic may be read twice, and may be written twice."""
         self._faults: dict[tuple[int, BlobKind], _Fault] = {}
+        self._jumps: dict[int, WeightRecord] = {}
+        """Version -> a much later one with one delta between them."""
         self._forgot = False
 
     def see(self, record: WeightRecord) -> str | None:
@@ -109,6 +112,19 @@ class Follower:
             self.latest = max(self.latest, record.version)
             self._forget()
         return None
+
+    @property
+    def records(self) -> Mapping[int, WeightRecord]:
+        """Version -> record, of those that may still be needed."""
+        return self._records
+
+    def offer(self, jumps: Iterable[WeightRecord]) -> None:
+        """Compacted deltas (streams/compacts.py): ways that are shorter, and never needed."""
+        for jump in jumps:
+            if jump.base_version is not None and self._hashes.get(jump.version) == jump.weights_hash:
+                known = self._jumps.get(jump.base_version)
+                if known is None or known.version < jump.version:
+                    self._jumps[jump.base_version] = jump
 
     def next(self, now: float) -> Route | None:
         """What to load now; None: nothing, or nothing yet."""
@@ -131,6 +147,8 @@ class Follower:
     def failed(self, version: int, kind: BlobKind, now: float, trouble: Trouble) -> None:
         """A blob could not be used."""
         rule = self.rule
+        if kind is BlobKind.DELTA and self._forget_jumps(version):
+            return
         fault = self._faults.setdefault((version, kind), _Fault())
         fault.count += 1
         fault.brief = trouble is Trouble.AWAY and fault.count < rule.attempts
@@ -208,7 +226,7 @@ class Follower:
     def _chain(self, version: int, weights_hash: int, now: float | None) -> list[WeightRecord]:
         """The deltas that lead on from `version` without a gap."""
         chain: list[WeightRecord] = []
-        while (record := self._records.get(version + 1)) is not None:
+        while (record := self._jumps.get(version) or self._records.get(version + 1)) is not None:
             if not record.has_delta or record.base_hash != weights_hash:
                 break
             if not _changes_nothing(record) and not self._open(record.version, BlobKind.DELTA, now):
@@ -216,6 +234,13 @@ class Follower:
             chain.append(record)
             version, weights_hash = record.version, record.weights_hash
         return chain
+
+    def _forget_jumps(self, version: int) -> bool:
+        """Forget the compacted deltas to `version`; False if there were none."""
+        kept = {base: jump for base, jump in self._jumps.items() if jump.version != version}
+        found = len(kept) < len(self._jumps)
+        self._jumps = kept
+        return found
 
     def _open(self, version: int, kind: BlobKind, now: float | None) -> bool:
         """Whether a route may lead over this blob: it is ready, or will be in a moment."""

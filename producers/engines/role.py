@@ -132,6 +132,7 @@ class Following:
         self._subscriber.announce()
         for records in feed.backlog():
             self._subscriber.see(records)
+        self._subscriber.look_for_compacted()
         announced = looked = time.monotonic()
         patience, longest = LOOK_BACK_SECONDS
         while not self._stopping.is_set():

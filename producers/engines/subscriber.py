@@ -24,6 +24,7 @@ from ...schemas.errors import (
 from ...schemas.update import WeightUpdate
 from ...schemas.weights import WeightBlob, WeightRecord
 from ...streams.blobs import BlobRef, BlobStore
+from ...streams.compacts import find_jumps
 from .follower import Follower, Route, Trouble
 from .pauses import Pauses
 from .protocol import Engine, ReadsBack, Stages
@@ -100,6 +101,13 @@ class WeightSubscriber:
             wrong = self._follower.see(record)
             if wrong is not None:
                 self._report.wrong(wrong)
+
+    def look_for_compacted(self) -> None:
+        """See whether somebody has put one delta in the place of many (`headrace weights compact`)."""
+        try:
+            self._follower.offer(find_jumps(self._store, self._follower.records))
+        except BlobError as e:
+            logger.warning("no compacted deltas are looked for: %s", e)
 
     def follow(self) -> bool:
         """Take one step towards the newest version; False when there is none to take now."""
