@@ -20,7 +20,7 @@ PANEL = "One role"
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (engine, streams, rollout, train):
+    for command in (engine, streams, rollout, gateway, train):
         app.command(rich_help_panel=PANEL)(command)
 
 
@@ -53,6 +53,30 @@ def rollout(
 ) -> None:
     """Play tasks against an engine and publish the trajectories."""
     _run("headrace.producers.rollout.worker", config, sets or (), worker_id)
+
+
+def gateway(
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    gateway_id: Annotated[
+        str, typer.Option("--id", help="Unique among the gateways of a namespace.")
+    ] = "gateway-0",
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TENANT", help="Make an API key: print it, and its entry for gateway.keys_file, and end."
+        ),
+    ] = None,
+) -> None:
+    """Serve agent harnesses: every conversation becomes trajectories."""
+    if new_key is not None:
+        from ..producers.gateway.keys import make_key
+
+        key, entry = make_key(new_key)
+        typer.echo(key)
+        typer.echo(entry, err=True)
+        return
+    _run("headrace.producers.gateway.role", config, sets or (), gateway_id)
 
 
 def train(

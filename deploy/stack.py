@@ -83,6 +83,8 @@ class Stack:
             port = self.config.engine.port + n if self.config.engine.port else 0
             args = ["--id", f"engine-{n}", "--set", f"engine.port={port}"]
             self._role("engine", f"engine-{n}", args, stop_order=1)
+        if self.config.gateway.enabled:
+            self._role("gateway", "gateway-0", ["--id", "gateway-0"], stop_order=0, grace_s=30.0)
         for n in range(self.config.rollout.workers):
             self._role("rollout", f"rollout-{n}", ["--id", f"rollout-{n}"], stop_order=0, grace_s=30.0)
 

@@ -350,12 +350,15 @@ class StreamsConfig(Section):
 class GatewayConfig(Section):
     """The address that agent harnesses are pointed at."""
 
+    enabled: bool = False
+    """`headrace up` starts one."""
     host: str = "127.0.0.1"
     """Anything but this machine needs keys_file."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0: a free one."""
     keys_file: Path | None = None
-    """TOML with [[keys]] of sha256, tenant, policy, capture (`headrace keys` writes entries); None: no key is asked for."""
+    """TOML with [[keys]] of sha256, tenant, policy, capture; `headrace gateway --new-key TENANT` makes one. None: no key
+    is asked for."""
     models: list[str] = ["claude-*", "gpt-*", "codex-*", "o[0-9]*"]
     """Shell patterns of model names that mean this policy, beside its id: what harnesses send by themselves."""
     thinking: Literal["keep", "branch"] = "keep"

@@ -113,6 +113,31 @@ clock_skew_seconds = Gauge(
     "headrace_clock_skew_seconds", "This process's clock minus the broker's.", registry=REGISTRY
 )
 
+# gateway
+gateway_requests = Counter(
+    "headrace_gateway_requests",
+    "Requests by API and HTTP status; 499: the client left.",
+    ["api", "status"],
+    registry=REGISTRY,
+)
+gateway_in_flight = Gauge("headrace_gateway_requests_in_flight", "Requests being served.", registry=REGISTRY)
+gateway_rollouts_open = Gauge(
+    "headrace_gateway_rollouts_open", "Rollouts that take requests.", registry=REGISTRY
+)
+gateway_branches = Counter(
+    "headrace_gateway_branches",
+    "Turns that do not continue the newest turn of their agent, by why.",
+    ["reason"],
+    registry=REGISTRY,
+)
+gateway_trajectories = Counter(
+    "headrace_gateway_trajectories", "Trajectories that Kafka has, by status.", ["status"], registry=REGISTRY
+)
+gateway_spool_rollouts = Gauge(
+    "headrace_gateway_spool_rollouts", "Finished rollouts that wait for Kafka.", registry=REGISTRY
+)
+gateway_spool_bytes = Gauge("headrace_gateway_spool_bytes", "Their size on disk.", registry=REGISTRY)
+
 # engine
 engine_version = Gauge("headrace_engine_policy_version", "Version served.", registry=REGISTRY)
 engine_running = Gauge("headrace_engine_requests_running", "Requests in flight.", registry=REGISTRY)
@@ -199,6 +224,9 @@ def _start_at_zero() -> None:
         groups_closed.labels(cause=cause)
     for status in ("completed", "aborted"):
         rollouts.labels(status=status)
+        gateway_trajectories.labels(status=status)
+    for reason in ("edited", "compaction", "tools_changed", "template", "ambiguous", "resampled"):
+        gateway_branches.labels(reason=reason)
     for result in ("applied", "refused", "failed"):
         engine_updates.labels(result=result)
     for part in ("in_flight", "in_queue"):

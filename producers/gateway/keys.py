@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import json
 import re
+import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -95,6 +97,12 @@ class KeyRing:
 def digest(key: str) -> str:
     """What the keys file holds of `key`."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def make_key(tenant: str) -> tuple[str, str]:
+    """(a new key, its entry for the keys file)."""
+    key = f"hr-{secrets.token_urlsafe(32)}"
+    return key, f'[[keys]]\nsha256 = "{digest(key)}"\ntenant = {json.dumps(tenant)}\n'
 
 
 def load_keys(path: Path | None, *, policy: str) -> KeyRing:
