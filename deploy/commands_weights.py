@@ -106,7 +106,7 @@ def compact(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one delta that stands for many: `weights export` and `verify` then fetch two blobs and not dozens.
+    """Write one delta that stands for many: who joins late, or exports, fetches an anchor and one delta, not dozens.
 
     The log is the trainer's alone, so the delta is found by its name, and checked like any other against the hash
     that the log has for its result. Needs the memory of two copies of the model.
