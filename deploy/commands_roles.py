@@ -30,13 +30,21 @@ def engine(
     engine_id: Annotated[
         str, typer.Option("--id", help="Unique among the engines of a namespace.")
     ] = "engine-0",
+    attach: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="engine.url: drive the vLLM server there (or SGLang, by engine.kind)."
+        ),
+    ] = None,
 ) -> None:
     """Sample tokens, and follow the policy's weights while doing so.
 
     engine.kind: transformers (the default) and vllm run in this process; vllm with engine.url, and sglang, drive the
     server there. `headrace doctor` says whether the kind that is configured can run here.
     """
-    _run("headrace.producers.engines.role", config, sets or (), engine_id)
+    # A kind that is given beside it wins.
+    server = [] if attach is None else ["engine.kind=vllm", f"engine.url={attach}"]
+    _run("headrace.producers.engines.role", config, [*server, *(sets or ())], engine_id)
 
 
 def streams(config: ConfigOption = None, sets: SetOption = None) -> None:

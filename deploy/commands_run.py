@@ -32,6 +32,9 @@ def demo(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run; else a new one under ./runs.")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="transformers, or vllm where that is installed (deploy/vllm/install).")
+    ] = None,
     bootstrap: BootstrapOption = None,
     kafka_home: KafkaHomeOption = None,
     sets: SetOption = None,
@@ -51,6 +54,7 @@ def demo(
         kafka_home=kafka_home,
         overrides=parse_sets(sets or ()),
         quiet=as_json,
+        engine=engine,
     )
     show(summary, quiet=as_json)
     if as_json:

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from ..producers.engines.vllm.local import require_vllm
 from ..schemas.config import Config
 from ..schemas.config_file import load_config
 from ..schemas.errors import ConfigError
@@ -19,6 +20,8 @@ from .stack import Plan, python
 
 MARKER = "demo"
 """File in the run's folder that says who made it."""
+_ENGINES: dict[str, dict[str, Any]] = {"vllm": {"engine.vllm.args": {"enforce_eager": True}}}
+"""Settings beside the preset's, by engine: compiling takes longer than the demo."""
 
 
 def demo(
@@ -32,21 +35,29 @@ def demo(
     kafka_home: Path | None,
     overrides: dict[str, Any],
     quiet: bool,
+    engine: str | None = None,
 ) -> dict[str, Any]:
     """Run the demo and return its summary; raises as `running.run` does."""
     started = time.monotonic()
     preset = PRESETS.get(task)
     if preset is None:
         raise ConfigError(f"--task {task!r}: the demo knows {' and '.join(PRESETS)}")
+    if engine is not None:
+        overrides = {"engine.kind": engine, **_ENGINES.get(engine, {}), **overrides}
     run_dir = (run_dir or Path("runs") / f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     config = _config(preset, seed, steps, run_dir, bootstrap, kafka_home, overrides)
+    require_vllm(config.engine)
     with locked(run_dir):
         clear(run_dir, marker=MARKER)
         (run_dir / MARKER).touch()
     plan = Plan(
         config=config,
         tasks=list(preset.tasks()),
-        prepare=[*python("headrace.consumers.trainer.warmstart"), task, str(seed), str(config.policy.model)],
+        prepare=[
+            *python("headrace.consumers.trainer.warmstart"),
+            *(task, str(seed), str(config.policy.model)),
+            *(["--head-size", "32"] if config.engine.kind == "vllm" else []),
+        ],
     )
     goal = Goal(
         reward=None if steps is not None and target is None else target or preset.target,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..producers.engines.vllm.local import require_vllm
 from ..producers.environments.base import check_args, environment_args, load_environment
 from ..schemas.config import Config
 from ..schemas.errors import ConfigError
@@ -44,6 +45,7 @@ def check(config: Config, plugin_path: Sequence[Path]) -> list[Task]:
         raise ConfigError("rollout.tasks is not set: give a JSON Lines file; `headrace init` writes one")
     lines = numbered_tasks(config.rollout.tasks, policy_id=config.policy.id)
     tasks = list(lines.values())
+    require_vllm(config.engine)
     check_model_dir(config.policy.model, chat=any(task.messages is not None for task in tasks))
     sys.path += [str(p) for p in plugin_path if str(p) not in sys.path]
     default_used = any(task.reward_spec is None for task in tasks)

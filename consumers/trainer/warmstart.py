@@ -43,7 +43,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def prepare(
-    task: str, seed: int, directory: Path, *, report: Callable[[str], None] = lambda line: None
+    task: str,
+    seed: int,
+    directory: Path,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+    head_size: int = 16,
 ) -> None:
     """Write the model directory of `task` ("calculator" or "addition"): model, tokenizer, both loadable offline.
 
@@ -54,7 +59,7 @@ def prepare(
     from transformers.utils.logging import disable_progress_bar
 
     tokenizer = make_tokenizer()
-    model = make_model(seed)
+    model = make_model(seed, head_size)
     if task == "calculator":
         _train(model, seed, report)
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,8 +84,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(seed: int) -> Any:
-    """A Qwen3 of about 75,000 parameters with random weights."""
+def make_model(seed: int, head_size: int = 16) -> Any:
+    """A Qwen3 of about 75,000 parameters with random weights; vLLM on a CPU wants heads of 32 or more."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -90,9 +95,9 @@ def make_model(seed: int) -> Any:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_attention_heads=64 // head_size,
+        num_key_value_heads=32 // head_size,
+        head_dim=head_size,
         initializer_range=INITIALIZER_RANGE,
         max_position_embeddings=256,
         tie_word_embeddings=True,
@@ -164,9 +169,16 @@ def main() -> None:
     parser.add_argument("task", choices=("calculator", "addition"))
     parser.add_argument("seed", type=int)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--head-size", type=int, choices=(16, 32), default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    prepare(args.task, args.seed, args.directory, report=lambda line: print(line, flush=True))
+    prepare(
+        args.task,
+        args.seed,
+        args.directory,
+        report=lambda line: print(line, flush=True),
+        head_size=args.head_size,
+    )
 
 
 if __name__ == "__main__":

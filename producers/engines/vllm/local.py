@@ -31,8 +31,7 @@ class LocalVllm:
 
     def __init__(self, model: Path, config: EngineConfig, *, seed: int = 0) -> None:
         """`model`: a Hugging Face model directory. Raises ConfigError where vLLM is not installed."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(MISSING)
+        require_vllm(config)
         if not (model / "config.json").is_file():
             raise ConfigError(
                 f"policy.model {model} is not a Hugging Face model directory: it has no config.json"
@@ -129,6 +128,12 @@ class LocalVllm:
             llm.shutdown()
 
 
+def require_vllm(config: EngineConfig) -> None:
+    """ConfigError where the configuration wants a vLLM of our own and none is installed."""
+    if config.kind == "vllm" and config.url is None and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(MISSING)
+
+
 def engine_arguments(model: Path, config: EngineConfig, seed: int) -> dict[str, Any]:
     """Arguments for vLLM; `engine.vllm.args` wins over all but what updates depend on."""
     described = json.loads((model / "config.json").read_text())
@@ -170,6 +175,3 @@ def _request(kind: str, **fields: Any) -> Any:
     from vllm.distributed.weight_transfer import base
 
     return getattr(base, f"WeightTransfer{kind}Request")(**fields)
-
-
-__all__ = ["EXTENSION", "LocalVllm", "engine_arguments"]
