@@ -31,7 +31,13 @@ def heard(text: str, finish: str = "stop", vocabulary=BYTES, **kwargs):
     """(events, their sum) of an answer, one token at a time."""
     found = listener(vocabulary=vocabulary, **kwargs)
     ids = vocabulary.encode(text)
-    taken, events = listen_to(found, ids, [-0.5] * len(ids))
+    events, taken = [], 0
+    for token in ids:  # a piece each, so that nothing is joined
+        some, said = listen_to(found, [token], [-0.5])
+        events += said
+        taken += some
+        if found.stop_text is not None:
+            break
     events += found.end(finish)
     answer = Answer()
     for event in events:

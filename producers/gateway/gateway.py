@@ -136,6 +136,7 @@ class Gateway:
         if served.rollout is not None:
             served.rollout.requests -= 1
             self.rollouts.touch(served.rollout)
+            self.rollouts.drop_if_empty(served.rollout)
 
     async def finish(self, rollout: OpenRollout) -> list[Trajectory]:
         """End a rollout; returns when its trajectories are safe. RequestError 503: ask again."""
@@ -186,6 +187,7 @@ class Gateway:
                 body_digest=request.digest,
             )
         except RenderError as e:
+            self.rollouts.drop_if_empty(rollout)
             raise RequestError(str(e)) from None
         except SessionFinishedError:
             raise busy("this rollout has just been finished; send the request again") from None
@@ -193,6 +195,7 @@ class Gateway:
             served = self._served(request, call, rollout, plan)
         except RequestError:
             rollout.session.abandon(plan)
+            self.rollouts.drop_if_empty(rollout)
             raise
         rollout.requests += 1
         return served

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from . import sse
-from .answer import Writer
+from .answer import Event, Writer
 from .errors import RequestError
 from .turn import Turn
 
@@ -141,7 +142,7 @@ async def send_turn_stream(
     async with contextlib.aclosing(turn.follow(keepalive)) as batches:
         try:
             async for batch in batches:
-                await more((lambda batch=batch: b"".join(map(writer.event, batch))) if batch else writer.ping)
+                await more(functools.partial(_frames, writer, batch) if batch else writer.ping)
         except RequestError as e:
             if not begun:
                 raise
@@ -152,6 +153,10 @@ async def send_turn_stream(
     body = writer.end(turn.usage)
     presence.over()
     await send({"type": "http.response.body", "body": body})
+
+
+def _frames(writer: Writer, batch: list[Event]) -> bytes:
+    return b"".join(map(writer.event, batch))
 
 
 def _version(turn: Turn) -> dict[str, str]:

@@ -168,10 +168,22 @@ class Listener:
 
 
 def listen_to(listener: Listener, ids: Sequence[int], logprobs: Sequence[float]) -> tuple[int, list[Event]]:
-    """Feed many tokens; how many were taken (fewer where a stop string came), and their events."""
+    """Feed many tokens; how many were taken (fewer where a stop string came), and their events, neighbours joined."""
     events: list[Event] = []
     for taken, token in enumerate(ids, 1):
-        events += listener.feed(token, logprobs[taken - 1] if taken <= len(logprobs) else 0.0)
+        for event in listener.feed(token, logprobs[taken - 1] if taken <= len(logprobs) else 0.0):
+            _append(events, event)
         if listener.stop_text is not None:
             return taken, events
     return len(ids), events
+
+
+def _append(events: list[Event], event: Event) -> None:
+    match events[-1] if events else None, event:
+        case Text() as last, Text():
+            text, tokens = last.text + event.text, last.tokens + event.tokens
+            events[-1] = Text(index=event.index, text=text, tokens=tokens)
+        case Reasoning() as last, Reasoning():
+            events[-1] = Reasoning(index=event.index, text=last.text + event.text)
+        case _:
+            events.append(event)

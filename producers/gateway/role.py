@@ -134,7 +134,7 @@ class _Role:
         try:
             await server.serve(sockets=[listening])
             idle.cancel()
-            for rollout in rollouts.all():
+            for rollout in rollouts.idle(0.0):
                 await _quietly(outcomes.end(rollout))
             missing = await publisher.flush(FLUSH_SECONDS)
         finally:

@@ -118,10 +118,22 @@ class Rollouts:
         """It is in safe hands."""
         self._open.pop(rollout.id, None)
 
+    def drop_if_empty(self, rollout: OpenRollout) -> None:
+        """Nothing came of the request that began an unnamed one: no client knows its id."""
+        session = rollout.session
+        if rollout.name is None and not (rollout.requests or session.in_flight or session.tree.nodes):
+            self.finish(rollout)
+            self.forget(rollout)
+
     def idle(self, seconds: float) -> list[OpenRollout]:
-        """Those to which nothing has happened for so long."""
+        """Those to which nothing has happened for so long; empty ones are forgotten on the way."""
         before = self._clock() - seconds
-        return [r for r in self._open.values() if not r.requests and r.used <= before]
+        found = [r for r in self._open.values() if not r.requests and r.used <= before]
+        for r in found:
+            if not r.session.tree.nodes:
+                self.finish(r)
+                self.forget(r)
+        return [r for r in found if r.session.tree.nodes]
 
     def all(self) -> Iterable[OpenRollout]:
         """A copy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,7 +97,7 @@ class Sampler:
 
     async def stream(
         self, request: GenerateRequest, prefer: str | None = None
-    ) -> AsyncIterator[tuple[str, Piece]]:
+    ) -> AsyncGenerator[tuple[str, Piece], None]:
         """(engine_id, piece) until the turn ends. `prefer`: who holds the prefix. RequestError 503 at last."""
         deadline = self._clock() + self._patience
         failure: EngineError | None = None
@@ -141,7 +141,7 @@ def _after(request: GenerateRequest, piece: Piece) -> GenerateRequest:
     )
 
 
-async def pieces(client: Any, request: GenerateRequest) -> AsyncIterator[Piece]:
+async def pieces(client: Any, request: GenerateRequest) -> AsyncGenerator[Piece, None]:
     """The turn as `client` gives it: piece by piece where it can."""
     stream = getattr(client, "stream", None)
     if stream is not None:
@@ -169,7 +169,7 @@ class Stepwise:
         """One turn."""
         return await self._engine.generate(request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Piece]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece, None]:
         """`step` tokens at a time."""
         left = request
         while True:

@@ -76,8 +76,8 @@ class Spool:
         rollout_id = trajectories[0].rollout_id
         values = [TRAJECTORY.encode(t) for t in trajectories]
         body = b"".join(values)
+        ids = [t.trajectory_id for t in trajectories]
         head = {"rollout_id": rollout_id, "written_ms": now_ms, "sizes": [len(v) for v in values]}
-        head["ids"] = [t.trajectory_id for t in trajectories]
         head["hash"] = xxhash.xxh3_64_hexdigest(body)
         path = self._folder / f"{rollout_id}{SUFFIX}"
         torn = path.with_suffix(".tmp")
@@ -88,7 +88,7 @@ class Spool:
             os.fsync(file.fileno())
         os.replace(torn, path)
         _sync_folder(self._folder)
-        return Kept(path=path, size=path.stat().st_size, written_ms=now_ms, waiting=set(head["ids"]))
+        return Kept(path=path, size=path.stat().st_size, written_ms=now_ms, waiting=set(ids))
 
     def add(self, rollout_id: str, kept: Kept) -> None:
         """Count what was written."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -81,7 +81,7 @@ class Turn:
         """Begin to sample; `prefer`: the engine that holds the prefix."""
         self._task = asyncio.get_running_loop().create_task(self._run(sampler, prefer))
 
-    async def follow(self, beat: float | None = None) -> AsyncIterator[list[Event]]:
+    async def follow(self, beat: float | None = None) -> AsyncGenerator[list[Event], None]:
         """Events as they come, all from the first on, in batches. Raises RequestError.
 
         `beat`: seconds after which an empty batch tells that nothing has come.
