@@ -201,6 +201,17 @@ def test_completions_go_on_from_text_and_from_ids(stream) -> None:
         assert speaker.asked[1].token_ids == tuple(ids("say"))
 
 
+def test_completions_are_rollouts_of_their_own() -> None:
+    with running("more") as (gateway, _):
+        body = {"model": "policy", "prompt": ids("say"), "n": 2}
+        answer = HTTP.post(gateway.url + "/v1/completions", json=body)
+        rollout = answer.headers["x-headrace-rollout"]
+        assert HTTP.post(f"{gateway.url}/rollouts/{rollout}/finish").json()["trajectories"] == 2
+        for row in gateway.published:
+            assert row.token_ids.tolist() == [*ids("say"), *ids("more"), END]
+            assert row.loss_mask.tolist() == [False] * len(ids("say")) + [True] * (len(ids("more")) + 1)
+
+
 def test_models_are_listed() -> None:
     with running("x") as (gateway, _):
         assert [m.id for m in client(gateway.url).models.list()] == ["policy"]

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...schemas.trajectory import Trajectory
 from . import capture
@@ -28,6 +28,7 @@ from .limits import Limits, check_size, engine_request, turn_tokens
 from .lineage import lineage_of, session_hint
 from .listening import Listener
 from .messages import Call
+from .raw import RawSession
 from .renderer import Renderer, RenderError
 from .rollouts import OpenRollout, Rollouts
 from .sampler import Sampler
@@ -123,7 +124,7 @@ class Gateway:
             sampling = dataclasses.replace(call.sampling, temperature=self._temperature)
             call = dataclasses.replace(call, sampling=sampling)
         captured = request.caller.capture and request.headers.get("x-headrace-capture", "").lower() != "off"
-        if not captured or call.prompt is not None:
+        if not captured:
             served = self._uncaptured(request, call)
         else:
             served = await self._captured(request, call)
@@ -179,13 +180,17 @@ class Gateway:
             request.caller.tenant, name, call, request.digest, again=again or idempotency_key is not None
         )
         try:
-            plan = rollout.session.begin(
+            plan = self._plan(
+                rollout.session,
                 call,
                 lineage=lineage_of(request.headers),
                 idempotency_key=idempotency_key,
                 retry=int(again),
                 body_digest=request.digest,
             )
+        except RequestError:
+            self.rollouts.drop_if_empty(rollout)
+            raise
         except RenderError as e:
             self.rollouts.drop_if_empty(rollout)
             raise RequestError(str(e)) from None
@@ -199,6 +204,13 @@ class Gateway:
             raise
         rollout.requests += 1
         return served
+
+    def _plan(self, session: Session, call: Call, **settings: Any) -> Plan:
+        if not isinstance(session, RawSession):
+            return session.begin(call, **settings)
+        prompt = self._open(call)
+        text = call.prompt if isinstance(call.prompt, str) else self.model.decode(prompt)
+        return session.begin_raw(prompt, text, call, **settings)
 
     def _served(self, request: Request, call: Call, rollout: OpenRollout, plan: Plan) -> Served:
         if plan.outcome is Outcome.GENERATE:
@@ -284,12 +296,12 @@ def body_digest(path: str, body: bytes) -> bytes:
 
 
 def make_sessions(
-    renderer: Renderer, policy_id: str, **settings: object
-) -> Callable[[str, str | None], Session]:
+    renderer: Renderer, policy_id: str, **settings: Any
+) -> Callable[[str, str | None, bool], Session]:
     """How Rollouts makes a session; `settings`: thinking, on_branch."""
 
-    def make(rollout_id: str, name: str | None) -> Session:
+    def make(rollout_id: str, name: str | None, raw: bool) -> Session:
         rollout = capture.Rollout(rollout_id=rollout_id, policy_id=policy_id, session_id=name)
-        return Session(rollout, renderer, **settings)  # type: ignore[arg-type]
+        return (RawSession if raw else Session)(rollout, renderer, **settings)
 
     return make

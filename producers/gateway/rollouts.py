@@ -30,6 +30,8 @@ class OpenRollout:
     session: Session
     tenant: str
     name: str | None
+    raw: bool = False
+    """Of raw prompts."""
     used: float
     """When a request came or ended last, by the registry's clock."""
     requests: int = 0
@@ -51,18 +53,18 @@ class Rollouts:
 
     def __init__(
         self,
-        make: Callable[[str, str | None], Session],
+        make: Callable[[str, str | None, bool], Session],
         *,
         most: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         refuse: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`make`: (rollout_id, session name) -> session; `refuse`: why no new rollout may begin, or None."""
+        """`make`: (rollout_id, session name, for raw prompts) -> session; `refuse`: why no new rollout may begin, or None."""
         self._make, self._most, self._clock, self._refuse = make, most, clock, refuse
         self._now_ms = now_ms
         self._open: dict[str, OpenRollout] = {}
-        self._named: dict[tuple[str, str], OpenRollout] = {}
+        self._named: dict[tuple[str, str, bool], OpenRollout] = {}
         self._answers: OrderedDict[tuple[str, Key], OpenRollout] = OrderedDict()
         self._bodies: OrderedDict[tuple[str, bytes], OpenRollout] = OrderedDict()
 
@@ -81,12 +83,13 @@ class Rollouts:
 
         RequestError 503 where a new one may not begin.
         """
+        raw = call.prompt is not None
         if name is not None:
-            found = self._named.get((tenant, name))
+            found = self._named.get((tenant, name, raw))
         else:
             found = self._by_answer(tenant, call) or self._by_body(tenant, body, again=again)
         if found is None:
-            found = self._begin(tenant, name)
+            found = self._begin(tenant, name, raw)
         if name is None:
             _remember(self._bodies, (tenant, body), found)
         found.used = self._clock()
@@ -108,7 +111,7 @@ class Rollouts:
         if rollout.trajectories is None:
             rollout.trajectories = rollout.session.finish()
             if rollout.name is not None:
-                self._named.pop((rollout.tenant, rollout.name), None)
+                self._named.pop((rollout.tenant, rollout.name, rollout.raw), None)
             for key in rollout.keys:
                 if self._answers.get((rollout.tenant, key)) is rollout:
                     del self._answers[rollout.tenant, key]
@@ -139,18 +142,20 @@ class Rollouts:
         """A copy."""
         return list(self._open.values())
 
-    def _begin(self, tenant: str, name: str | None) -> OpenRollout:
+    def _begin(self, tenant: str, name: str | None, raw: bool) -> OpenRollout:
         why = self._refuse()
         if why is None and len(self._open) >= self._most:
             why = f"{len(self._open)} rollouts are open, gateway.max_rollouts is {self._most}"
         if why is not None:
             raise busy(f"no new session can begin: {why}", retry_after=5)
-        session = self._make(uuid.uuid4().hex, name)
+        session = self._make(uuid.uuid4().hex, name, raw)
         stamps = (("gateway_start", self._now_ms()),)
-        found = OpenRollout(session=session, tenant=tenant, name=name, used=self._clock(), stamps=stamps)
+        found = OpenRollout(
+            session=session, tenant=tenant, name=name, raw=raw, used=self._clock(), stamps=stamps
+        )
         self._open[found.id] = found
         if name is not None:
-            self._named[tenant, name] = found
+            self._named[tenant, name, raw] = found
         return found
 
     def _by_answer(self, tenant: str, call: Call) -> OpenRollout | None:
