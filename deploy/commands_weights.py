@@ -108,8 +108,9 @@ def compact(
 ) -> None:
     """Write one delta that stands for many: who joins late, or exports, fetches an anchor and one delta, not dozens.
 
-    The log is the trainer's alone, so the delta is found by its name, and checked like any other against the hash
-    that the log has for its result. Needs the memory of two copies of the model.
+    Only the trainer writes to the log, so the delta is found by its name, and checked like any
+    other against the hash that the log has for its result. Needs the memory of two copies of
+    the model.
     """
     from .weights_compact import compact as write
 
@@ -152,11 +153,14 @@ def gc(
 ) -> None:
     """Delete anchors and deltas that nobody needs to go on: by default those before the second newest anchor.
 
-    Stays: what engines of the last hour may need, the way to each --keep version, all lists of samples (`headrace
-    audit` and redone steps read them), all records. Afterwards, for the versions that went, it is no longer possible to
-    export or verify them, to replay a step from their weights, or to start an engine or a trainer at them; an engine
-    that was away for longer than --engine-minutes goes on from an anchor. Let one store.uri serve one run only: blobs
-    are told apart by policy and content, not by run.
+    What stays: what engines that spoke within --engine-minutes may need; the way to each
+    --keep version; the lists of samples, which `headrace audit` and redone steps read; the log.
+
+    What is no longer possible for the versions that went: to export or verify them, to replay
+    a step from their weights, to start an engine or a trainer at them. An engine that was
+    silent for longer goes on from an anchor.
+
+    Let one store.uri serve one run: blobs are told apart by policy and content, not by run.
     """
     from .weights_gc import clean_up, plan
 
