@@ -192,11 +192,18 @@ def bind(host: str, port: int) -> socket.socket:
         )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return at_once(socket.create_server((host, port), family=family, backlog=1024))
     except OSError as e:
         raise ConfigError(
             f"engine.port {port} on {host} cannot be used ({e.strerror}); choose another, or 0 for a free one"
         ) from None
+
+
+def at_once(listening: socket.socket) -> socket.socket:
+    """`listening`, whose connections send small pieces at once: asyncio sees to that only for sockets that name their
+    protocol, and 40 ms are lost where the head of an answer and its body are two pieces."""
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url_of(listening: socket.socket) -> str:

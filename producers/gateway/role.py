@@ -25,7 +25,7 @@ from ...streams import metrics
 from ...streams.blobs import BlobStore
 from ...streams.kafka import make_producer
 from ..engines.client import HttpEngineClient
-from ..engines.server import HttpServer, url_of
+from ..engines.server import HttpServer, at_once, url_of
 from ..rollout.engine_pool import EnginePool
 from ..rollout.publisher import Outgoing, Publisher
 from .app import GatewayApp
@@ -201,7 +201,7 @@ async def _quietly(ending: Any) -> None:
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return at_once(socket.create_server((host, port), family=family, backlog=1024))
     except OSError as e:
         raise ConfigError(
             f"gateway.port {port} on {host} cannot be used ({e.strerror}); choose another, or 0 for a free one"
