@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from trainer_ranks import on_threads
 
+from headrace.consumers.trainer import checkpoint
 from headrace.consumers.trainer.checkpoint import CheckpointInfo, Checkpoints
 from headrace.consumers.trainer.history import KEPT, History
 from headrace.consumers.trainer.resume import config_hash, usable
+from headrace.consumers.trainer.shards import cut, part
 from headrace.schemas.config import TrainerConfig
 from headrace.schemas.errors import WeightUpdateError
 from headrace.schemas.weights import BlobKind, WeightBlob, WeightRecord
@@ -48,6 +52,58 @@ def test_what_is_saved_is_loaded_bit_for_bit_with_the_random_generator(tmp_path:
     loaded = checkpoints.load(found)
     assert {n: t.tolist() for n, t in loaded.items()} == {n: t.tolist() for n, t in TENSORS.items()}
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_any_number_of_ranks_loads_what_any_other_wrote(tmp_path: Path) -> None:
+    whole = {"master/a": torch.randn(7, 3), "master/b": torch.randn(2), "exp_avg/a": torch.randn(7, 3)}
+    steps = {"step/a": torch.tensor([3.0]), "step/b": torch.tensor([3.0])}
+    spans = {name: tuple(t.shape) for name, t in whole.items()}
+
+    def save(team: Any) -> None:
+        if team.rank:
+            team.broadcast(b"")  # the order
+        rows = {name: part(t, cut(spans, team.rank, team.size)[name]) for name, t in whole.items()}
+        Checkpoints(tmp_path, keep=2, team=team).save(info(1), rows | steps)
+
+    def load(team: Any) -> dict[str, torch.Tensor]:
+        if team.rank:
+            team.broadcast(b"")
+        checkpoints = Checkpoints(tmp_path, keep=2, team=team)
+        (found,) = checkpoints.infos()
+        return checkpoints.load(found)
+
+    for writers in (1, 3):
+        assert on_threads(writers, save) == [None] * writers
+        assert Checkpoints(tmp_path, keep=2).infos()[0].ranks == writers
+        for readers in (1, 2, 3, 5):
+            parts = on_threads(readers, load)
+            for name, tensor in whole.items():
+                assert torch.equal(torch.cat([p[name] for p in parts]), tensor)
+            assert all(torch.equal(p[name], t) for p in parts for name, t in steps.items())
+
+
+def test_a_rank_that_cannot_write_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = checkpoint.save_file
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "state-001" in path.name:
+            raise OSError("no room")
+        written(tensors, path)
+
+    def save(team: Any) -> None:
+        if team.rank:
+            team.broadcast(b"")
+        Checkpoints(tmp_path, keep=2, team=team).save(info(1), TENSORS)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    failed = on_threads(2, save)
+    assert [type(e) for e in failed] == [OSError, OSError]
+    assert [str(e) for e in failed] == ["rank 1 failed: no room", "no room"]
+    assert Checkpoints(tmp_path, keep=2).infos() == []
+    monkeypatch.undo()
+    assert on_threads(2, save) == [None, None]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headrace.consumers.trainer.model import load_model
 from headrace.consumers.trainer.orders import Order, decode_rows, encode_rows, tell
 from headrace.consumers.trainer.step import Learner
 from headrace.schemas.config import TrainerConfig
+from headrace.schemas.errors import TeamError
 from headrace.schemas.score import Ref
 from headrace.schemas.weight_hash import set_hash
 from headrace.schemas.weights import WEIGHTS
@@ -78,6 +80,21 @@ def test_the_rows_travel_bit_for_bit() -> None:
             a, b = getattr(before, name), getattr(after, name)
             assert a.dtype == b.dtype and np.array_equal(a, b)
         assert before.temperature == after.temperature
+
+
+def meet_the_dead(team: Any, folder: Path) -> None:
+    team.exchange(b"here")
+    if team.rank == 0:
+        for message in (team.exchange, team.broadcast):
+            with pytest.raises(TeamError, match="another rank is gone"):
+                message(b"are you?" * 100)
+        (folder / "told").touch()
+    os._exit(0)
+
+
+def test_a_rank_that_is_gone_is_told_at_once(tmp_path: Path) -> None:
+    on_processes(2, tmp_path, meet_the_dead, tmp_path)
+    assert (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize("size", [2, 3])
