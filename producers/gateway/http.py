@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import zstandard
 from starlette.types import Message, Receive, Scope, Send
 
 from . import sse
@@ -36,7 +38,30 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
         if size > most:
             raise too_large
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return _decoded(b"".join(parts), scope, most, too_large)
+
+
+def _decoded(body: bytes, scope: Scope, most: int, too_large: RequestError) -> bytes:
+    """A body that the client has compressed, as its bytes; never more than `most` of them."""
+    kind = next(
+        (v.decode("latin-1").lower() for n, v in scope["headers"] if n == b"content-encoding"), "identity"
+    )
+    try:
+        if kind == "identity":
+            return body
+        if kind == "gzip":
+            found = zlib.decompressobj(wbits=31).decompress(body, most + 1)
+        elif kind == "zstd":
+            found = zstandard.ZstdDecompressor().stream_reader(body).read(most + 1)
+        else:
+            raise RequestError(
+                f"content-encoding {kind[:40]!r} is not supported; use gzip, zstd or none", status=415
+            )
+    except (zlib.error, zstandard.ZstdError) as e:
+        raise RequestError(f"the body is not valid {kind}: {e}") from None
+    if len(found) > most:
+        raise too_large
+    return found
 
 
 async def send_whole(
