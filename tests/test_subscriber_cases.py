@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from weights_kit import Setup, Trainer
 
-from headrace.producers.engines import role
+from headrace.producers.engines import audit, role
 from headrace.producers.engines.pauses import Pauses
 from headrace.producers.engines.scripted import ScriptedEngine
 from headrace.schemas.engine import EngineState
@@ -238,6 +238,27 @@ def test_live_weights_that_change_by_themselves_are_noticed_and_reloaded():
     s.clock.now += 301
     s.settle()
     assert s.last.state is EngineState.IDLE
+
+
+def test_an_audit_looks_at_every_tensor_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(audit, "AUDIT_BYTES", 100)
+    seen = []
+
+    class Seen(ScriptedEngine):
+        def verify(self, update):
+            if update.base_version == update.version:
+                seen.append([p.name for p in update.patches])
+            super().verify(update)
+
+    trainer = Trainer()
+    s = Setup(trainer, Seen())
+    s.see(trainer.records[0], trainer.step())
+    s.clock.now += 301
+    for _ in range(5):
+        assert not s.subscriber.follow()
+    assert sorted(name for names in seen for name in names) == ["a", "b", "bulk"] and len(seen) == 2
+    s.see(trainer.step())
+    s.check_live(2)
 
 
 def test_two_histories_on_one_topic_are_told_and_the_first_is_kept():

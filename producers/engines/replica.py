@@ -6,7 +6,7 @@ engine while an update is staged, and goes back where the engine refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -74,16 +74,38 @@ class Replica:
         self._hashes, self._undo = dict(self._old_hashes), []
         return True
 
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's."""
+        return list(self._bits)
+
+    def size(self, names: Iterable[str]) -> int:
+        """Bytes of these tensors."""
+        return sum(self._bits[name].nbytes for name in names)
+
     def whole(self, version: int, weights_hash: int) -> WeightUpdate:
         """All bits as an anchor's update; its arrays are views that change with the next `stage`."""
-        patches = (
-            TensorPatch(
-                name=name, shape=bits.shape, indices=None, bits=bits.reshape(-1), dtype=self._dtypes[name]
-            )
-            for name, bits in self._bits.items()
-        )
         return WeightUpdate(
-            version=version, patches=tuple(patches), weights_hash=weights_hash, hashes=dict(self._hashes)
+            version=version,
+            patches=tuple(self._patch(name) for name in self._bits),
+            weights_hash=weights_hash,
+            hashes=dict(self._hashes),
+        )
+
+    def some(self, names: Iterable[str], version: int, weights_hash: int) -> WeightUpdate:
+        """The bits of these tensors as an update of `version` to itself; views like those of `whole`."""
+        return WeightUpdate(
+            version=version,
+            base_version=version,
+            patches=tuple(self._patch(name) for name in names),
+            weights_hash=weights_hash,
+            hashes={name: self._hashes[name] for name in names},
+        )
+
+    def _patch(self, name: str) -> TensorPatch:
+        bits = self._bits[name]
+        return TensorPatch(
+            name=name, shape=bits.shape, indices=None, bits=bits.reshape(-1), dtype=self._dtypes[name]
         )
 
     def composed(self, updates: Sequence[WeightUpdate]) -> WeightUpdate:

@@ -25,6 +25,7 @@ from ...schemas.update import WeightUpdate
 from ...schemas.weights import WeightBlob, WeightRecord
 from ...streams.blobs import BlobRef, BlobStore
 from ...streams.compacts import find_jumps
+from .audit import Audit
 from .follower import Follower, Route, Trouble
 from .pauses import Pauses
 from .protocol import Engine, ReadsBack, Stages
@@ -63,7 +64,7 @@ class WeightSubscriber:
         self._follower = follower if follower is not None else Follower()
         self._pauses = pauses if pauses is not None else Pauses(engine)
         self._replica = Replica()
-        self._audit_seconds, self._audited = audit_seconds, clock()
+        self._audit = Audit(engine, self._replica, self._follower, seconds=audit_seconds, clock=clock)
         self._report = Report(
             engine,
             self._follower,
@@ -117,7 +118,7 @@ class WeightSubscriber:
             stuck = self._follower.stuck()
             if stuck is not None:
                 self._report.stuck(stuck)
-            self._audit()
+            self._look()
             return False
         if not route.blobs(0):
             self._advance(Route(route.records[:1], from_anchor=False))
@@ -223,23 +224,13 @@ class WeightSubscriber:
         if live != update.weights_hash:
             raise WeightUpdateError("live_hash", f"{live}, expected {update.weights_hash}")
 
-    def _audit(self) -> None:
-        """Now and then, all live weights against the replica, while tokens flow; what differs serves no longer."""
-        follower = self._follower
-        due = self._clock() - self._audited >= self._audit_seconds
-        if not due or follower.needs_anchor or not isinstance(self._engine, ReadsBack):
-            return
-        assert follower.weights_hash is not None
-        try:
-            self._engine.verify(self._replica.whole(follower.version, follower.weights_hash))
-        except WeightUpdateError as e:
+    def _look(self) -> None:
+        wrong = self._audit.look()
+        if wrong is not None:
             with self._pauses.for_update():
                 self._poison()
-            follower.torn()
-            self._report.failed(f"version {follower.version} is live no longer: {e}")
-        except HeadraceError as e:
-            logger.warning("the live weights could not be looked at: %s", e)
-        self._audited = self._clock()
+            self._follower.torn()
+            self._report.failed(f"version {self._follower.version} is live no longer: {wrong}")
 
     def _poison(self) -> None:
         self._engine.poison()
