@@ -17,7 +17,6 @@ from .options import ConfigOption, JsonOption, RunDirOption, SetOption, print_js
 if TYPE_CHECKING:
     from ..schemas.config import Config
     from ..streams.blobs import BlobStore
-    from ..streams.retention import Plan
     from .weights_log import Catalog
 
 PANEL = "Look"
@@ -162,24 +161,29 @@ def gc(
 
     Let one store.uri serve one run: blobs are told apart by policy and content, not by run.
     """
-    from .weights_gc import clean_up, plan
+    from .weights_gc import clean_up, orphans_text, plan, plan_lines
 
     if yes and dry_run:
         raise ConfigError("--yes deletes and --dry-run does not: give one of them")
     loaded, store, catalog = _open(config, run_dir, sets)
     planned = plan(
-        loaded, catalog, keep_anchors=keep_anchors, keep_versions=keep or (), engine_age_s=60 * engine_minutes
+        loaded,
+        store,
+        catalog,
+        keep_anchors=keep_anchors,
+        keep_versions=keep or (),
+        engine_age_s=60 * engine_minutes,
     )
     names = planned.names(orphans)
     if yes and orphans == "refuse" and planned.cleanup.unknown:
-        raise ConfigError(_orphans_text(planned.cleanup))
+        raise ConfigError(orphans_text(planned.cleanup))
     if yes:
         with _progress("deleting", len(names), as_json) as done:
             clean_up(store, names, done)
     if as_json:
         print_json(planned.as_json(names, deleted=yes))
         return
-    _show_plan(planned.cleanup, names, yes)
+    typer.echo("\n".join(plan_lines(planned.cleanup, names, deleted=yes)))
 
 
 def export(
@@ -254,25 +258,3 @@ def _progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[A
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda _: bar.advance(task)
-
-
-def _show_plan(plan: Plan, names: dict[str, int], deleted: bool) -> None:
-    if plan.floor is None:
-        typer.echo("fewer whole anchors are in the store than are to be kept: nothing can go")
-    else:
-        typer.echo(f"kept: every version from anchor {plan.floor} on")
-    for hold in plan.holds:
-        typer.echo(f"held: {hold.blobs} older blobs, {hold.bytes:,} bytes, because {hold.why}")
-    if plan.unknown and not deleted:
-        typer.echo(_orphans_text(plan))
-    freed = f"{len(names)} blobs, {sum(names.values()):,} bytes"
-    typer.echo(f"deleted: {freed}" if deleted else f"would be deleted: {freed}; --yes deletes them")
-
-
-def _orphans_text(plan: Plan) -> str:
-    some = ", ".join(sorted(plan.unknown)[:3])
-    return (
-        f"{len(plan.unknown)} blobs are named by no record of this log ({some}): left by a trainer that died, or another "
-        "run's in the same store. If another run uses this store, do not clean up here: give each run its own "
-        "store.uri. If none does: --orphans=delete, or --orphans=keep"
-    )

@@ -105,8 +105,12 @@ def read_catalog(config: Config, store: BlobStore) -> Catalog:
 
 def list_blobs(store: BlobStore, records: Iterable[WeightRecord]) -> dict[str, int]:
     """Name -> bytes in every folder that the records name. Raises BlobError."""
-    folders = {b.uri.rpartition("/")[0] for r in records for b in r.blobs}
-    return {name: size for folder in sorted(folders) for name, size in store.sizes(folder).items()}
+    return {name: size for folder in folders(records) for name, size in store.sizes(folder).items()}
+
+
+def folders(records: Iterable[WeightRecord]) -> list[str]:
+    """Where the blobs of `records` lie."""
+    return sorted({b.uri.rpartition("/")[0] for r in records for b in r.blobs})
 
 
 def read_engines(config: Config, now_s: Callable[[], float] = time.time) -> list[tuple[EngineStatus, float]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..schemas.errors import BlobNotFoundError, BlobUnavailableError
+from ..schemas.errors import BlobError, BlobNotFoundError, BlobUnavailableError
 from .blob_errors import Redaction, blob_error
 
 logger = logging.getLogger(__name__)
@@ -26,13 +26,18 @@ class StoreCalls:
 
     def write(self, name: str, action: Callable[[], object]) -> None:
         """Writes the blob `name`. Raises BlobError."""
-        doing = f"blob {name} cannot be written to {self._where}"
+        doing = self._writing(name)
         try:
             self.run(doing, action)
         except FileNotFoundError as e:
-            error = blob_error(e, doing, self._redact)
-            assert error is not None
-            raise error from None
+            raise self._told(e, doing) from None
+
+    def once(self, name: str, action: Callable[[], T]) -> T:
+        """A part of writing the blob `name` that cannot be done twice. Raises BlobError."""
+        try:
+            return action()
+        except OSError as e:
+            raise self._told(e, self._writing(name)) from None
 
     def read(self, name: str, action: Callable[[], T]) -> T:
         """Reads the blob `name`. Raises BlobError, BlobNotFoundError."""
@@ -61,3 +66,11 @@ class StoreCalls:
                 logger.warning("%s; again in %.1f s", error, pause)
                 self._sleep(pause)
         raise AssertionError("unreachable")
+
+    def _writing(self, name: str) -> str:
+        return f"blob {name} cannot be written to {self._where}"
+
+    def _told(self, error: OSError, doing: str) -> BlobError:
+        told = blob_error(error, doing, self._redact)
+        assert told is not None
+        return told

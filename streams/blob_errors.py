@@ -100,7 +100,10 @@ def _hint(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "Check store.uri: its bucket or folder does not exist; create it"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free some space; `headrace weights gc` shows which old versions can go"
+        return (
+            "Free some space: `headrace weights gc` shows which old versions can go; what comes from or goes to a remote "
+            "store is held in the folder for temporary files (TMPDIR)"
+        )
     return ""
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -14,16 +14,14 @@ Buffer = bytes | bytearray | memoryview
 PIECE_BYTES = 8 * 2**20
 
 
-def copy_hashed(pieces: Iterable[Buffer], target: IO[bytes] | None) -> tuple[int, str]:
-    """(size, SHA-256) of `pieces`, written to `target` and on the disk where there is one."""
+def hashed(pieces: Iterable[Buffer], write: Callable[[Buffer], object] | None = None) -> tuple[int, str]:
+    """(bytes, SHA-256) of `pieces`, each of which is given to `write` too."""
     digest, size = hashlib.sha256(), 0
     for piece in pieces:
         digest.update(piece)
-        size += len(piece) if not isinstance(piece, memoryview) else piece.nbytes
-        if target is not None:
-            target.write(piece)
-    if target is not None:
-        settle(target)
+        size += piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        if write is not None:
+            write(piece)
     return size, digest.hexdigest()
 
 

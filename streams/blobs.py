@@ -15,7 +15,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -28,22 +27,14 @@ from ..schemas.errors import (
 )
 from .blob_calls import StoreCalls
 from .blob_errors import Redaction
-from .blob_files import Buffer, copy_hashed, gone_after, map_file, pieces_of, settle
+from .blob_files import Buffer, gone_after, hashed, map_file, pieces_of, settle
 from .blob_fs import Placing, open_fs, transfer_options
+from .blob_ref import BlobRef, check, content_ref
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_.=\[\]-]+")
 MAX_BLOB_BYTES = 1 << 36
 PART = ".part"
 """Ending of what is not whole yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRef:
-    """A blob's name under the store's root, its size and its content's hash."""
-
-    name: str
-    size: int
-    sha256: str
 
 
 class BlobStore:
@@ -70,7 +61,7 @@ class BlobStore:
 
     def put_content(self, stem: str, data: bytes) -> BlobRef:
         """Write `data` under `stem`-<its SHA-256>; nothing is done where that is there already. Raises BlobError."""
-        ref = _content_ref(stem, len(data), hashlib.sha256(data).hexdigest())
+        ref = content_ref(stem, len(data), hashlib.sha256(data).hexdigest())
         return ref if self.size(ref.name) == ref.size else self.put(ref.name, data)
 
     def put_stream(self, stem: str, pieces: Iterable[Buffer]) -> BlobRef:
@@ -79,8 +70,9 @@ class BlobStore:
         What `pieces` raises goes through, and leaves nothing behind.
         """
         with self._spool(stem) as (file, spooled):
-            size, digest = copy_hashed(pieces, file)
-            ref = _content_ref(stem, size, digest)
+            size, digest = hashed(pieces, lambda piece: self._calls.once(stem, lambda: file.write(piece)))
+            self._calls.once(stem, lambda: settle(file))
+            ref = content_ref(stem, size, digest)
             if self.size(ref.name) != size:
                 self._place(ref.name, spooled)
         return ref
@@ -89,8 +81,8 @@ class BlobStore:
         """`put_content` of a local file's bytes, which are never in memory whole. Raises BlobError, OSError."""
         if self._placing is Placing.RENAME:
             return self.put_stream(stem, pieces_of(source))
-        size, digest = copy_hashed(pieces_of(source), None)
-        ref = _content_ref(stem, size, digest)
+        size, digest = hashed(pieces_of(source))
+        ref = content_ref(stem, size, digest)
         if self.size(ref.name) != size:
             self._place(ref.name, source)
         return ref
@@ -99,7 +91,7 @@ class BlobStore:
         """The blob's bytes, checked against the reference. Raises BlobError and its kinds."""
         path = self._expected(ref)
         data = self._calls.read(ref.name, lambda: self._fs.cat_file(path))
-        _check(ref, len(data), hashlib.sha256(data).hexdigest())
+        check(ref, len(data), hashlib.sha256(data).hexdigest())
         return data
 
     def mapped(self, ref: BlobRef) -> memoryview:
@@ -117,7 +109,7 @@ class BlobStore:
                 fetched = Path(folder) / "blob"
                 self._fetch(ref, fetched)
                 view = map_file(fetched)
-        _check(ref, len(view), hashlib.sha256(view).hexdigest())
+        check(ref, len(view), hashlib.sha256(view).hexdigest())
         return view
 
     def get_file(self, ref: BlobRef, target: Path) -> None:
@@ -125,8 +117,8 @@ class BlobStore:
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{PART}")
         try:
             self._fetch(ref, part)
-            size, digest = copy_hashed(pieces_of(part), None)
-            _check(ref, size, digest)
+            size, digest = hashed(pieces_of(part))
+            check(ref, size, digest)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
@@ -167,6 +159,17 @@ class BlobStore:
             if info["type"] == "file" and not str(info["name"]).endswith(PART)
         }
 
+    def unfinished(self, folder: str, *, before_s: float) -> dict[str, int]:
+        """Name -> bytes of what writers that died before `before_s` (Unix seconds) left in a local store.
+
+        An object store shows nothing of them; its own lifecycle rules end their multipart uploads.
+        """
+        path = Path(self._path(folder))
+        if self._placing is not Placing.RENAME or not path.is_dir():
+            return {}
+        found = ((p.name, p.stat()) for p in path.iterdir() if p.name.endswith(PART))
+        return {f"{folder}/{name}": stat.st_size for name, stat in found if stat.st_mtime < before_s}
+
     def _expected(self, ref: BlobRef) -> str:
         """The path of a blob that has the size it should have."""
         if not 0 <= ref.size <= MAX_BLOB_BYTES:
@@ -205,12 +208,11 @@ class BlobStore:
         """A new local file, gone afterwards: beside its place in a local store, so that it needs only a new name."""
         if self._placing is Placing.RENAME:
             path, part = self._paths(stem)
-            doing = f"blob {stem} cannot be written to {self._where}"
-            self._calls.run(doing, lambda: os.makedirs(posixpath.dirname(path), exist_ok=True))
-            with gone_after(part), self._calls.run(doing, lambda: open(part, "xb")) as file:
+            self._calls.once(stem, lambda: os.makedirs(posixpath.dirname(path), exist_ok=True))
+            with gone_after(part), self._calls.once(stem, lambda: open(part, "xb")) as file:
                 yield file, Path(part)
             return
-        with tempfile.NamedTemporaryFile(prefix="headrace-") as file:
+        with self._calls.once(stem, lambda: tempfile.NamedTemporaryFile(prefix="headrace-")) as file:
             yield file, Path(file.name)
 
     def _place(self, name: str, source: Path) -> None:
@@ -242,14 +244,3 @@ class BlobStore:
 def memory_store() -> BlobStore:
     """A store in this process's memory, for tests."""
     return BlobStore(f"memory://{uuid.uuid4().hex}")
-
-
-def _content_ref(stem: str, size: int, digest: str) -> BlobRef:
-    return BlobRef(f"{stem}-{digest}", size, digest)
-
-
-def _check(ref: BlobRef, size: int, digest: str) -> None:
-    if size != ref.size:
-        raise BlobCorruptError(f"blob {ref.name}: {size} bytes came, the record says {ref.size}")
-    if digest != ref.sha256:
-        raise BlobCorruptError(f"blob {ref.name}: its hash differs from the record's")

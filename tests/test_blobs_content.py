@@ -72,9 +72,28 @@ def test_a_local_write_that_breaks_off_leaves_no_part(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(blobs, "settle", full)
-    with pytest.raises(BlobError, match=r"No space left on device.*weights gc"):
-        BlobStore(str(tmp_path)).put("w/a", b"x")
+    store = BlobStore(str(tmp_path))
+    for put in (store.put, lambda name, data: store.put_stream(name, [data])):
+        with pytest.raises(
+            BlobError, match=r"w/a cannot be written to .*No space left on device.*weights gc"
+        ):
+            put("w/a", b"x")
     assert list((tmp_path / "w").iterdir()) == []
+
+
+def test_what_writers_that_died_left_is_found_once_it_is_old(tmp_path: Path) -> None:
+    store = BlobStore(str(tmp_path / "run[1]"))
+    store.put("w/a", b"x")
+    part = tmp_path / "run[1]" / "w" / "b.12345678.part"
+    part.write_bytes(b"half")
+    os.utime(part, (1000, 1000))
+    assert store.unfinished("w", before_s=999) == {}
+    assert (
+        store.unfinished("w", before_s=1001) == {"w/b.12345678.part": 4}
+        and store.unfinished("no", before_s=1) == {}
+    )
+    store.delete("w/b.12345678.part")
+    assert [p.name for p in part.parent.iterdir()] == ["a"]
 
 
 def test_a_mapping_and_a_file_are_checked_like_bytes(store: BlobStore, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,17 @@ def test_blobs_that_no_record_names_stop_a_cleanup(world: WeightsWorld) -> None:
     assert {stray, newer} <= set(world.blobs())
     assert weights(world, "gc", "--yes", "--orphans", "delete")["names"] == [stray]
     assert newer in world.blobs() and stray not in world.blobs()
+
+
+def test_a_cleanup_takes_what_a_killed_writer_left(world: WeightsWorld) -> None:
+    world.publish(1)
+    folder = world.folder / "blobs" / "weights" / POLICY
+    for name, age_s in (("old", 90_000), ("new", 60)):
+        part = folder / f"v000001-delta-{name}.part"
+        part.write_bytes(b"half")
+        os.utime(part, (time.time() - age_s, time.time() - age_s))
+    assert weights(world, "gc", "--yes")["names"] == [f"weights/{POLICY}/v000001-delta-old.part"]
+    assert [p.name for p in folder.glob("*.part")] == ["v000001-delta-new.part"]
 
 
 def test_runs_named_alike_never_touch_each_other(
