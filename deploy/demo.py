@@ -62,7 +62,7 @@ def demo(
     goal = Goal(
         reward=None if steps is not None and target is None else target or preset.target,
         steps=steps or preset.max_steps,
-        seconds=preset.max_seconds,
+        seconds=preset.max_seconds * (2 if config.engine.kind == "vllm" else 1),  # its start takes minutes
         steps_suffice=steps is not None,
     )
     return run(

@@ -7,7 +7,7 @@ from vllm_kit import started
 
 from headrace.producers.engines.vllm.engine import VllmEngine
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ import torch
 from engine_kit import anchor, bits_of, perturbed, picked
 from transformers import (
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -32,13 +34,17 @@ from headrace.producers.engines.vllm.remote import RemoteVllm
 from headrace.schemas.config import EngineConfig
 
 VOCAB = 61
-KINDS = ("dense", "tied", "moe")
 Weights = dict[str, np.ndarray]
 
 
 def small_model(kind: str, seed: int = 0) -> Any:
     """A random model in float32 that holds bf16 values; its distributions are far from uniform."""
     torch.manual_seed(seed)
+    if kind == "gpt2":
+        sizes = {"vocab_size": VOCAB, "n_positions": 1024, "n_embd": 64, "n_layer": 2, "n_head": 2}
+        model: Any = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).float().eval()
+        LiveWeights(model).round_to_bf16()
+        return model
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -52,7 +58,7 @@ def small_model(kind: str, seed: int = 0) -> Any:
         "initializer_range": 0.1,
     }
     if kind == "moe":
-        model: Any = Qwen3MoeForCausalLM(
+        model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
                 **settings,
                 num_experts=4,

@@ -36,14 +36,14 @@ def keep_unpacked() -> None:
         return
     packed: list[tuple[torch.Tensor, str]] = []
 
-    def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def plain_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     def pack(weight: torch.Tensor, isa: str) -> torch.Tensor:
         packed.append((weight.data, isa))
         return original_pack(weight, isa)
 
-    def load(self: Any, layer: torch.nn.Module) -> None:
+    def load(self: Any, layer: Any) -> None:
         packed.clear()
         original_load(self, layer)
         if packed:

@@ -44,6 +44,21 @@ def layers_of(model: torch.nn.Module) -> tuple[list[Layer], list[str]]:
     return layers, sorted(set(names.values()) - understood)
 
 
+def check_loadable(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """RuntimeError if the model's own loader cannot write these parameters again once they are in use."""
+    left = set(names)
+    for path, module in model.named_modules():
+        mine = {f"{path}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)} & left
+        quantised = isinstance(module, LinearBase) and not isinstance(
+            module.quant_method, UnquantizedLinearMethod
+        )
+        if mine and (quantised or isinstance(module, RoutedExperts)):
+            raise RuntimeError(
+                f"{min(mine)} is kept in a form that cannot be updated (quantised, or experts spread over ranks or with "
+                "biases): start vLLM without that, or use the transformers engine"
+            )
+
+
 def _layers(
     model: torch.nn.Module, path: str, module: torch.nn.Module, own: dict[str, str]
 ) -> Iterator[Layer]:
@@ -148,6 +163,3 @@ def _experts(
         high=held * (config.tp_rank + 1),
         padded=w13[1] // 2,
     )
-
-
-__all__: Iterable[str] = ["layers_of", "parameters_of"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ....schemas.errors import EngineError, EnginePoisonedError, WeightUpdateError
+from ....schemas.errors import EngineError, EnginePoisonedError, HeadraceError, WeightUpdateError
 from ..protocol import GenerateRequest, GenerateResult, WeightUpdate
 from .accounts import check_spans
 from .handover import write_update
@@ -249,20 +249,24 @@ class VllmEngine:
         if self._held:
             return  # torn weights: it has not gone on since
         mode: Literal["keep", "abort", "wait"] = "wait" if self._pause_mode == "drain" else self._pause_mode
-        await self._transport.pause(mode)
+        try:
+            await self._transport.pause(mode)
+        except BaseException:
+            self._open.set()
+            raise
         self._held = True
 
     async def _resume(self) -> None:
-        if self._replaced and self._kv_policy == "recompute" and self._flight:
-            await self._transport.prefill_again()
-        self._replaced = False
-        if self._poisoned:
-            # Others may ask this vLLM without asking us: torn weights must not sample.
+        try:
+            if self._poisoned:
+                return  # others may ask this vLLM without asking us: torn weights must not sample
+            if self._replaced and self._kv_policy == "recompute" and self._flight:
+                await self._transport.prefill_again()
+            await self._transport.resume()
+            self._held = False
+        finally:
+            self._replaced = False
             self._open.set()
-            return
-        await self._transport.resume()
-        self._held = False
-        self._open.set()
 
     async def _write(self, update: WeightUpdate) -> None:
         await self._transport.write(update.version)
@@ -278,7 +282,7 @@ class VllmEngine:
     async def _fail_all(self, error: EngineError) -> None:
         for entry in self._flight.values():
             entry.failure = error
-        if self._flight:
+        if self._flight and self._transport.alive:
             await self._transport.abort(list(self._flight))
 
     async def _end(self) -> None:
@@ -296,7 +300,12 @@ class VllmEngine:
     # Below: any thread.
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except HeadraceError:
+            raise
+        except Exception as e:  # vLLM's own: its process has died, or a worker refused
+            raise EngineError(f"vLLM: {type(e).__name__}: {e}") from e
 
     def _background(self, method: str, *args: str) -> None:
         """Work that the workers do beside their steps."""

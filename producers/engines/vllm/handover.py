@@ -67,7 +67,7 @@ def read_update(path: Path, digest: str) -> WeightUpdate:
     """The update in `path`, its arrays mapped, not copied. WeightUpdateError(`handover`) if it is not that file."""
     try:
         data = np.memmap(path, dtype=np.uint8, mode="c")  # private pages: torch wants writable arrays
-        if xxhash.xxh3_128_hexdigest(data) != digest:
+        if xxhash.xxh3_128_hexdigest(memoryview(data.data)) != digest:
             raise WeightUpdateError("handover", f"{path} is not the file that was written")
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
         header = json.loads(data[8:start].tobytes())
@@ -104,5 +104,5 @@ def _parts(head: bytes, arrays: Iterable[np.ndarray]) -> Iterable[bytes | memory
     yield len(head).to_bytes(8, "little")
     yield head
     for array in arrays:
-        yield memoryview(array).cast("B") if array.nbytes else b""
+        yield array.data.cast("B") if array.nbytes else b""
         yield b"\0" * (-array.nbytes % _ALIGN)

@@ -96,7 +96,8 @@ class LiveShard:
         self._check_unique(patches)
         if anchor:
             self._check_anchor(patches, before)
-        writes, loads = [], []
+        writes: list[Write] = []
+        loads: list[TensorPatch] = []
         for patch in patches:
             if patch.name in self.places:
                 writes += self._writes(patch, self.places[patch.name])
@@ -158,7 +159,7 @@ class LiveShard:
                 stored = self.storage[block.parameter].view(-1)[torch.from_numpy(positions)]
                 yield block, _bits(patch.name, stored, patch.dtype), patch.bits[chosen]
             return
-        name = patch.name if patch.name in self.known else self._alias(patch.name)
+        name = patch.name if patch.name in self.known else self._alias(patch.name) or patch.name
         for block, bits in self.read(name):
             if patch.indices is None:
                 yield block, bits, patch.bits.reshape(patch.shape)[block.box]
@@ -256,9 +257,9 @@ class LiveShard:
 
 
 def _same(a: TensorPatch, b: TensorPatch) -> bool:
-    if (a.indices is None) != (b.indices is None) or a.dtype is not b.dtype:
-        return False
-    return np.array_equal(a.bits, b.bits) and (a.indices is None or np.array_equal(a.indices, b.indices))
+    if a.indices is None or b.indices is None:
+        return a.indices is b.indices and a.dtype is b.dtype and np.array_equal(a.bits, b.bits)
+    return a.dtype is b.dtype and np.array_equal(a.bits, b.bits) and np.array_equal(a.indices, b.indices)
 
 
 def _check_positions(patch: TensorPatch) -> None:

@@ -67,6 +67,7 @@ class LocalVllm:
         """Sample; cancelling aborts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -81,10 +82,13 @@ class LocalVllm:
         )
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": salt}
         last = None
-        async for output in self._llm.generate(prompt, params, key):
-            last = output.outputs[0]
-            tokens = last.token_ids
-            sampled(tokens, [p[t].logprob for p, t in zip(last.logprobs or (), tokens, strict=True)])
+        try:
+            async for output in self._llm.generate(prompt, params, key):
+                last = output.outputs[0]
+                tokens = last.token_ids
+                sampled(tokens, [p[t].logprob for p, t in zip(last.logprobs or (), tokens, strict=True)])
+        except (EngineDeadError, EngineGenerateError, ValueError) as e:
+            raise EngineError(f"vLLM: {type(e).__name__}: {e}") from e
         if last is None or last.finish_reason not in _REASONS:
             raise EngineError(f"vLLM ended a request with {last.finish_reason if last else 'nothing'!r}")
         spans = [(s.version, s.start, s.end) for s in last.weight_versions or ()]

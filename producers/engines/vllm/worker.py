@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from ....schemas.errors import WeightUpdateError
 from . import cpu
-from .describe import layers_of, parameters_of
+from .describe import check_loadable, layers_of, parameters_of
 from .handover import read_update
 from .live import LiveShard, Prepared
 from .proof import check_against_files
@@ -50,13 +50,14 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         cpu.check_unpacked(model)
         layers, unknown = layers_of(model)
         self.shard = LiveShard(parameters_of(model), layers, dict(cpu.repackers(model)))
         unknown += check_against_files(self.shard, Path(vllm_config.model_config.model))
         if unknown:
+            check_loadable(model, unknown)
             self.shard.load = model.load_weights
         self.by_loader = unknown
         self.staged: dict[int, Prepared] = {}
