@@ -168,9 +168,9 @@ class VllmEngine:
     def verify(self, update: WeightUpdate) -> None:
         """WeightUpdateError(`live_bits`) unless the workers' weights hold what `update` says, wherever it says something."""
         if self._staged is not None and self._staged[0] is update:
-            self._background("headrace_verify", *map(str, self._staged[1:]))
-            return
-        path, digest = self._hand_over(update)
+            (_, path, digest), self._staged = self._staged, None
+        else:
+            path, digest = self._hand_over(update)
         try:
             self._background("headrace_verify", str(path), digest)
         finally:

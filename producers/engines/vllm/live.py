@@ -35,6 +35,8 @@ _TORCH = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: tor
 class Write:
     """One block's part of an update, ready to be written."""
 
+    name: str
+    """Of the checkpoint tensor."""
     block: Block
     positions: torch.Tensor | None
     """[m] int64 in the parameter; None: the whole block."""
@@ -143,15 +145,18 @@ class LiveShard:
             return [(whole, self.copies[name].reshape(shape))]
         return [(b, _bits(name, self.view(b), dtype)) for b in self.places[name].blocks]
 
+    def verify_written(self, prepared: Prepared) -> None:
+        """`verify` of the update that was written last, from the places that are known already."""
+        for write in prepared.writes:
+            stored = self.storage[write.block.parameter]
+            where = self.view(write.block) if write.positions is None else stored.view(-1)[write.positions]
+            _check_bits(write.name, write.block, _bits(write.name, where, write.dtype), write.bits)
+
     def verify(self, update: WeightUpdate) -> None:
         """WeightUpdateError(`live_bits`) unless the weights hold what `update` says, wherever it says something."""
         for patch in update.patches:
             for block, found, expected in self._compared(patch):
-                if not np.array_equal(found, expected):
-                    wrong = int((found != expected).sum())
-                    raise WeightUpdateError(
-                        "live_bits", f"{patch.name}: {wrong} elements differ in {block.parameter}"
-                    )
+                _check_bits(patch.name, block, found, expected)
 
     def _compared(self, patch: TensorPatch) -> Iterable[tuple[Block, np.ndarray, np.ndarray]]:
         if patch.name in self.places and patch.indices is not None:
@@ -226,10 +231,10 @@ class LiveShard:
         if patch.indices is None:
             whole = patch.bits.reshape(patch.shape)
             for block in place.blocks:
-                yield Write(block, None, whole[block.box], patch.dtype)
+                yield Write(patch.name, block, None, whole[block.box], patch.dtype)
             return
         for block, positions, chosen in locate(place, patch.indices):
-            yield Write(block, torch.from_numpy(positions), patch.bits[chosen], patch.dtype)
+            yield Write(patch.name, block, torch.from_numpy(positions), patch.bits[chosen], patch.dtype)
 
     def _write(self, write: Write) -> None:
         storage = self.storage[write.block.parameter]
@@ -254,6 +259,12 @@ class LiveShard:
             bits = torch.from_numpy(self.copies[patch.name].view(_signed(patch.dtype)))
             tensors.append((patch.name, bits.view(_TORCH[patch.dtype]).view(patch.shape)))
         self.load(tensors)
+
+
+def _check_bits(name: str, block: Block, found: np.ndarray, expected: np.ndarray) -> None:
+    if not np.array_equal(found, expected):
+        wrong = int((found != expected).sum())
+        raise WeightUpdateError("live_bits", f"{name}: {wrong} elements differ in {block.parameter}")
 
 
 def _same(a: TensorPatch, b: TensorPatch) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -21,6 +22,8 @@ MISSING = (
     "one with headrace and vLLM 0.32 for the CPU; on GPUs, `pip install vllm` beside headrace"
 )
 _BLOCK = 32
+_ROUNDS = 64
+"""Of the event loop: vLLM hands a step's tokens over in chunks of 128 requests, one round each, and one to take them."""
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -100,7 +103,13 @@ class LocalVllm:
 
     async def pause(self, mode: Literal["keep", "abort", "wait"]) -> None:
         """Stop sampling; keeps all caches."""
-        await self._llm.pause_generation(mode=mode, clear_cache=False)
+        # As `pause_generation`, which then sleeps for 20 ms so that tokens which are sampled already are handed over.
+        core = self._llm.engine_core
+        await core.pause_scheduler_async(mode=mode, clear_cache=False)
+        for _ in range(_ROUNDS):
+            await asyncio.sleep(0)
+            while not core.outputs_queue.empty():  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
     async def resume(self) -> None:
         """Go on."""
@@ -142,12 +151,11 @@ def engine_arguments(model: Path, config: EngineConfig, seed: int) -> dict[str, 
     """Arguments for vLLM; `engine.vllm.args` wins over all but what updates depend on."""
     described = json.loads((model / "config.json").read_text())
     text = described.get("text_config", described)
-    positions = text.get("max_position_embeddings") or config.cache_tokens
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
     made: dict[str, Any] = {
         "dtype": config.dtype,
         "seed": seed,
         "tensor_parallel_size": config.vllm.tensor_parallel,
-        "max_model_len": min(positions, config.cache_tokens - _BLOCK),
         "max_num_seqs": min(config.max_requests, config.max_batch_tokens),
         "max_num_batched_tokens": config.max_batch_tokens,
         "num_gpu_blocks_override": config.cache_tokens // _BLOCK,
@@ -155,6 +163,8 @@ def engine_arguments(model: Path, config: EngineConfig, seed: int) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
+    if positions:  # else vLLM finds out
+        made["max_model_len"] = min(positions, config.cache_tokens - _BLOCK)
     return {
         **made,
         **config.vllm.args,

@@ -60,7 +60,9 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_loadable(model, unknown)
             self.shard.load = model.load_weights
         self.by_loader = unknown
-        self.staged: dict[int, Prepared] = {}
+        self.staged: dict[int, tuple[str, Prepared]] = {}
+        """Version -> digest of its file, and what was made of it."""
+        self.written: tuple[str, Prepared] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect."""
@@ -80,7 +82,8 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         version = int(update_info.version)
         if version not in self.staged:
             raise WeightUpdateError("handover", f"version {version} was not staged")
-        self.shard.write(self.staged.pop(version))
+        self.written = self.staged.pop(version)
+        self.shard.write(self.written[1])
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -110,14 +113,18 @@ class WorkerExtension:
 
         def stage() -> None:
             update = read_update(Path(path), digest)
-            engine.staged = {update.version: engine.shard.prepare(update)}
+            engine.staged = {update.version: (digest, engine.shard.prepare(update))}
 
         return self._headrace_begin(stage)
 
     def headrace_verify(self, path: str, digest: str) -> dict[str, Any]:
         """Begin to compare the live weights with the update in `path`; `headrace_done` tells the outcome."""
-        shard = _engine(self).shard
-        return self._headrace_begin(lambda: shard.verify(read_update(Path(path), digest)))
+        engine = _engine(self)
+        if engine.written is not None and engine.written[0] == digest:
+            # Nobody asks twice, and its file takes memory for as long as it is mapped.
+            prepared, engine.written = engine.written[1], None
+            return self._headrace_begin(lambda: engine.shard.verify_written(prepared))
+        return self._headrace_begin(lambda: engine.shard.verify(read_update(Path(path), digest)))
 
     def headrace_done(self) -> dict[str, Any]:
         """{"done": bool} and, once it is, {"error": [reason, detail] | None} of what was begun."""
@@ -128,16 +135,17 @@ class WorkerExtension:
 
     def headrace_unstage(self) -> dict[str, Any]:
         """Forget what was staged and not written."""
-        _engine(self).staged.clear()
+        engine = _engine(self)
+        engine.staged, engine.written = {}, None
         return {}
 
     def headrace_fits(self, version: str) -> dict[str, Any]:
         """Whether a staged update goes on top of what is live."""
         engine = _engine(self)
-        prepared = engine.staged.get(int(version))
-        if prepared is None:
+        if int(version) not in engine.staged:
             return {"error": ["handover", f"version {version} was not staged"]}
-        return {"error": _outcome(lambda: engine.shard.check_base(prepared.update))}
+        update = engine.staged[int(version)][1].update
+        return {"error": _outcome(lambda: engine.shard.check_base(update))}
 
     def headrace_hashes(self) -> dict[str, Any]:
         """Every tensor of the policy: its shape, format, and the hash of each box of it that this rank holds."""
