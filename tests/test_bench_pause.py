@@ -2,7 +2,8 @@
 
 import json
 
-from headrace.deploy.bench.pause import PauseLoad, measure, read_bits
+from headrace.deploy.bench.pause import PauseLoad, measure
+from headrace.deploy.bench.random_model import read_bits
 
 
 def test_all_figures_of_the_embedded_engine_are_there(tmp_path):
@@ -12,7 +13,7 @@ def test_all_figures_of_the_embedded_engine_are_there(tmp_path):
     assert found["params"] == sum(b.size for b in read_bits(tmp_path / "model").values())
     for name in ("copy_ms", "apply_ms", "pause_ms", "load_ms", "reload_ms", "full_pause_ms", "busy_pause_ms"):
         assert found[f"transformers_{name}"] > 0
-    for name in ("apply_over_copy", "pause_over_load", "pause_over_reload"):
+    for name in ("apply_over_copy", "pause_over_load", "pause_over_reload", "pause_over_full_update"):
         assert found[f"transformers_{name}"] > 0
     assert found["transformers_pause_ms"] >= found["transformers_apply_ms"]
     assert json.dumps(found) and said

@@ -20,9 +20,11 @@ import numpy as np
 
 from ...producers.engines.protocol import Engine, GenerateRequest, ReadsBack, Stages
 from ...schemas.config import Config
-from ...schemas.delta import decode_delta, encode_delta
+from ...schemas.delta import decode_anchor, decode_delta, encode_anchor, encode_delta
 from ...schemas.update import TensorPatch, WeightUpdate, apply_update
 from ...schemas.weight_hash import set_hash, tensor_hashes
+from ...streams.blobs import BlobStore
+from .random_model import make_model, read_bits, tensors
 
 Say = Callable[[str], None]
 
@@ -49,7 +51,7 @@ def measure(kind: str, folder: Path, load: PauseLoad, say: Say) -> dict[str, Any
     model = folder / "model"
     if not model.exists():
         say("making a random model")
-        make_model(model, load)
+        make_model(model, hidden=load.hidden, layers=load.layers, vocab=load.vocab)
     weights = read_bits(model)
     config = Config.model_validate(
         {
@@ -69,43 +71,6 @@ def measure(kind: str, folder: Path, load: PauseLoad, say: Say) -> dict[str, Any
         "changed_fraction": load.changed,
         **{f"{kind}_{name}": round(value, 4) for name, value in figures.items()},
     }
-
-
-def make_model(path: Path, load: PauseLoad) -> None:
-    """A random Qwen3 with tied embeddings, saved."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=load.vocab,
-        hidden_size=load.hidden,
-        intermediate_size=4 * load.hidden,
-        num_hidden_layers=load.layers,
-        num_attention_heads=load.hidden // 64,
-        num_key_value_heads=load.hidden // 192,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-
-
-def read_bits(path: Path) -> dict[str, np.ndarray]:
-    """Name -> uint16 bits of the safetensors files in `path`, writable."""
-    return {name: bits.copy() for name, bits in _tensors(path)}
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    import torch
-    from safetensors import safe_open
-
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                yield name, tensors.get_tensor(name).view(torch.int16).numpy().view(np.uint16)
 
 
 class _Bench:
@@ -131,7 +96,7 @@ class _Bench:
             self._copy(update)
             self._take(update, "")
             self._load_again(kind)
-        self._take(self._whole(), "full")
+        self._update_in_full()
         self._say(f"updates with {self._load.requests} requests in flight")
         with _asking(self._engine, self._load.requests, self._load.vocab):
             for _ in range(self._load.rounds):
@@ -139,12 +104,20 @@ class _Bench:
         if kind == "vllm":
             self._load_in_vllm()
         ms = {name: 1000 * statistics.median(taken) for name, taken in self._seconds.items()}
-        ratios = {f"pause_over_{name}": ms["pause"] / ms[name] for name in ("load", "reload") if name in ms}
+        loads = [name for name in ("load", "reload", "full_update") if name in ms]
+        ratios = {f"pause_over_{name}": ms["pause"] / ms[name] for name in loads}
         return {
             **{f"{name}_ms": value for name, value in ms.items() if not name.startswith(("first", "warm"))},
             "apply_over_copy": ms["apply"] / ms["copy"],
             **ratios,
         }
+
+    def _update_in_full(self) -> None:
+        """What following by anchors alone costs for each version: fetch, check, stage, and all bits in the pause."""
+        store = BlobStore(str(self._model.parent / "store"))
+        ref = store.put("anchor", encode_anchor(self._weights, self._version))
+        with self._timed("full_update"):
+            self._take(decode_anchor(store.get(ref), version=self._version), "full")
 
     def _whole(self) -> WeightUpdate:
         """The version that is live, as an anchor's update."""
@@ -214,7 +187,7 @@ class _Bench:
                     parameter.data = parameter.data.clone()  # the loader only maps the files
             del model
         with self._timed("reload"):
-            for name, tensor in _tensors(self._model):
+            for name, tensor in tensors(self._model):
                 np.copyto(self._resident[name], tensor)
 
     def _load_in_vllm(self) -> None:
