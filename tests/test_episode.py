@@ -505,7 +505,7 @@ def test_calls_that_never_return_are_bounded(
     monkeypatch.setattr(calls, "_left", set())
     stuck = Blocking("")
     stuck.at = "step"
-    t = play(tokenizer, environment=lambda: stuck, environment_seconds=0.1)
+    t = play(tokenizer, environment=lambda: stuck, environment_seconds=1.0)
     assert t.reason == "environment_timeout"
     t = play(tokenizer, environment=lambda: Blocking(""))
     assert t.reason == "environment" and "never returned" in json.loads(t.metadata or "")["detail"]

@@ -50,6 +50,9 @@ def writes(r): open(r.args["path"], "w").write("x")
 def writes_inside(r):
     with open("note", "w") as f: f.write("x")
     return float(os.path.getsize("note"))
+def waits(r):
+    while not os.path.exists(r.args["path"]): time.sleep(0.01)
+    return 1.0
 def names_itself(r): return os.getpid()
 def nan(r): return float("nan")
 def text(r): return "1.0"
@@ -167,6 +170,27 @@ def test_each_fault_has_its_reason_and_harms_no_other_call(
     found = run(hostile, "good", name, "good", "good", path=str(outside), timeout_s=limit)
     assert found == [fine, reason, fine, fine]
     assert not outside.exists()
+
+
+def test_a_call_that_began_alone_is_not_blamed_for_one_that_came_later(hostile: str, tmp_path: Path) -> None:
+    view = RolloutView(task_id="t", rollout_id="r", messages=(), args={"path": str(tmp_path / "go")})
+
+    async def body() -> RewardResult:
+        pool = HostPool(
+            concurrency=8, timeout_s=30.0, start_s=60.0, hosts=1, limits={"memory_mb": 1024}, require=False
+        )
+        try:
+            first = asyncio.create_task(pool.run(load_reward(f"{hostile}:waits"), view))
+            while not (pool._hosts[0] and pool._hosts[0].pending):
+                await asyncio.sleep(0.01)
+            with pytest.raises(RewardError, match="reward_crashed"):
+                await pool.run(load_reward(f"{hostile}:dies"), view)
+            (tmp_path / "go").touch()
+            return await first
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(body()) == RewardResult(1.0)
 
 
 WORKER = """

@@ -90,12 +90,14 @@ class HostPool:
 
     async def _tried(self, reward: LoadedReward, view: RolloutView) -> RewardResult:
         request = {"name": reward.name, "init": reward.init, "view": _fields(view)}
+        host = await self._least_busy()
         try:
-            host = await self._least_busy()
-            alone = not host.pending
+            alone, before = not host.pending, host.calls
             return await host.call(request, self._timeout_s, self._start_s)
         except RewardError as e:
-            if e.reason != "host_lost" and (e.reason not in ("reward_memory", "reward_crashed") or alone):
+            # Whoever came in meanwhile may have broken the host as well.
+            own = alone and host.calls == before + 1
+            if e.reason != "host_lost" and (e.reason not in ("reward_memory", "reward_crashed") or own):
                 raise
         async with self._alone:
             spare = [host for host in self._spare if not host.lost]
@@ -154,6 +156,8 @@ class _Host:
         self._in, self._out = process.stdin, process.stdout
         self.pending: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self.lost = False
+        self.calls = 0
+        """How many have begun."""
         self._known: set[tuple[str, str]] = set()
         self._reader = asyncio.create_task(self._read())
 
@@ -187,6 +191,7 @@ class _Host:
         loading = key not in self._known
         limit = start_s if loading else timeout_s
         answers = self.pending[number] = asyncio.Queue()
+        self.calls += 1
         try:
             self._in.write(json.dumps({"id": number, "tell": loading, **request}).encode() + b"\n")
             answer = await asyncio.wait_for(answers.get(), limit)
