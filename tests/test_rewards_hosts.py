@@ -180,9 +180,10 @@ def test_a_call_that_began_alone_is_not_blamed_for_one_that_came_later(hostile: 
             concurrency=8, timeout_s=30.0, start_s=60.0, hosts=1, limits={"memory_mb": 1024}, require=False
         )
         try:
+            await pool.run(load_reward(f"{hostile}:prints"), view)
             first = asyncio.create_task(pool.run(load_reward(f"{hostile}:waits"), view))
-            while not (pool._hosts[0] and pool._hosts[0].pending):
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            assert pool._hosts[0] is not None and len(pool._hosts[0].pending) == 1
             with pytest.raises(RewardError, match="reward_crashed"):
                 await pool.run(load_reward(f"{hostile}:dies"), view)
             (tmp_path / "go").touch()
