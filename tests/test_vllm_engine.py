@@ -2,10 +2,13 @@
 
 import asyncio
 import dataclasses
+import os
 import re
+import threading
 
 import numpy as np
 import pytest
+import torch
 from engine_kit import anchor, delta, perturbed
 from vllm_kit import VOCAB, attached, model_with, on_old_keys, recomputed, saved, started, versions
 from weights_kit import Setup, Trainer
@@ -14,7 +17,7 @@ from headrace.producers.engines.protocol import GenerateRequest
 from headrace.producers.engines.vllm.engine import VllmEngine
 from headrace.schemas.config import Config
 from headrace.schemas.engine import EngineState
-from headrace.schemas.errors import ConfigError, EnginePoisonedError, WeightUpdateError
+from headrace.schemas.errors import ConfigError, EngineError, EnginePoisonedError, WeightUpdateError
 from headrace.schemas.update import TensorPatch
 from headrace.schemas.weight_hash import set_hash
 
@@ -271,6 +274,51 @@ def test_logprobs_are_of_the_distribution_that_was_drawn_from(make, kind):
     result = asyncio.run(engine.generate(request))
     model = model_with(KINDS[kind], weights)
     close_to(result, recomputed(model, request.token_ids, result.token_ids, temperature=0.7))
+
+
+@real
+def test_a_vllm_that_keeps_its_weights_otherwise_is_refused_at_the_start(monkeypatch):
+    pytest.importorskip("vllm", reason="no vLLM in this environment")
+    from vllm.model_executor.layers import utils
+
+    from headrace.producers.engines.vllm import cpu
+
+    with pytest.raises(RuntimeError, match=r"q is empty.*deploy/vllm/install"):
+        cpu.check_unpacked(torch.nn.ParameterDict({"q": torch.nn.Parameter(torch.empty(0))}))
+    monkeypatch.delattr(utils, "dispatch_cpu_unquantized_gemm")
+    with pytest.raises(RuntimeError, match=r"dispatch_cpu_unquantized_gemm.*deploy/vllm/install"):
+        cpu.keep_unpacked()
+
+
+@real
+def test_a_worker_that_dies_ends_what_is_in_flight_and_the_engine(kind, make, running):
+    """The last one: nothing runs on this vLLM after it."""
+    if kind != "dense":
+        pytest.skip("once is enough")
+    weights = versions(KINDS[kind], 2)
+    engine = make()
+    swap(engine, anchor(weights[0], 0))
+    engine.stage(delta(weights[0], weights[1], 1))
+
+    async def main():
+        task = asyncio.create_task(engine.generate(ask(max_tokens=900)))
+        await sampled(engine, engine.generated_tokens + 5)
+        running.everywhere(die_soon)
+        with pytest.raises(EngineError):
+            await task
+        with pytest.raises(EngineError):
+            await engine.generate(ask())
+
+    asyncio.run(main())
+    with pytest.raises(EngineError), engine.paused():
+        pass
+    assert not engine.alive
+    engine.close()
+
+
+def die_soon(worker) -> None:
+    """Runs in a worker."""
+    threading.Timer(0.2, os._exit, (1,)).start()
 
 
 def test_without_vllm_the_error_says_how_to_get_it(tmp_path, monkeypatch):

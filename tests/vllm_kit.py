@@ -138,7 +138,8 @@ class Kept:
         return self._facts
 
     async def close(self) -> None:
-        await self.resume()  # an engine that was closed while its weights were torn has left it paused
+        if self.alive:
+            await self.resume()  # an engine that was closed while its weights were torn has left it paused
 
     def everywhere(self, function: Any) -> None:
         """Have every worker of a vLLM in our process call `function(worker)`."""
