@@ -108,7 +108,9 @@ def delta(
     params: Annotated[int, typer.Option(min=1, help="Parameters, in tensors of 4 Mi.")] = 1 << 26,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind; the best counts.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Of the figures by the clock on the wall.")] = 2,
-    steps: Annotated[int, typer.Option(min=0, help="AdamW steps of the fine-tune at lr 1e-6; 0: none.")] = 100,
+    steps: Annotated[
+        int, typer.Option(min=0, help="AdamW steps of the fine-tune at lr 1e-6; 0: none.")
+    ] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """Weight deltas: bytes a parameter beside the entropy and PULSE's format, speeds a core, memory, a fine-tune."""

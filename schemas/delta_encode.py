@@ -23,8 +23,9 @@ from .weight_hash import MASK, entry_hash, tensor_hash, update_hash
 
 SEGMENT = 1 << 22
 """Elements that are worked on together."""
+_BLOCK = 1 << 19
 _ROW_CHANGES = 1 << 17
-"""Changed elements of a row, about, at most: a denser segment is cut into several."""
+"""A row ends with the block in which it has so many changed elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,22 +166,26 @@ def _code(segment: _Segment, update_old: bool) -> _Coded:
     old, dtype = segment.old, segment.dtype
     start = segment.change.flat_offset + segment.start
     base_hash = tensor_hash(old, dtype, start) if segment.change.base_hash is None else 0
-    indices, values = changed(old, segment.new, dtype)
-    if not len(indices):
-        return _Coded((), 0, base_hash, 0)
-    step = update_hash(0, indices, old[indices], values, dtype, start)
-    count = -(-len(indices) // _ROW_CHANGES)
-    bounds = [len(old) * k // count for k in range(count + 1)]
-    cuts = np.searchsorted(indices, bounds)
-    rows = []
-    for k in range(count):
-        start, stop, cut = bounds[k], bounds[k + 1], slice(cuts[k], cuts[k + 1])
-        if cut.start < cut.stop:
-            packed = pack(indices[cut] - start, values[cut], old[start:stop], dtype)
-            rows.append((start, stop - start, packed))
-    if update_old:
-        old[indices] = values
-    return _Coded(tuple(rows), len(indices), base_hash, step)
+    rows: list[tuple[int, int, Packed]] = []
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    begin = count = held = step = 0
+    for at in range(0, len(old), _BLOCK):
+        end = min(at + _BLOCK, len(old))
+        indices, values = changed(old[at:end], segment.new[at:end], dtype)
+        indices += at - begin
+        found.append((indices, values))
+        held += len(indices)
+        if held < _ROW_CHANGES and end < len(old):
+            continue
+        if held:
+            indices, values = (np.concatenate(both) for both in zip(*found, strict=True))
+            before = old[begin:end]
+            step += update_hash(0, indices, before[indices], values, dtype, start + begin)
+            rows.append((begin, end - begin, pack(indices, values, before, dtype)))
+            if update_old:
+                before[indices] = values
+        begin, count, held, found = end, count + held, 0, []
+    return _Coded(tuple(rows), count, base_hash, step)
 
 
 def _row(segment: _Segment, start: int, length: int, packed: Packed, base_hash: int, new_hash: int) -> Row:

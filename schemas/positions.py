@@ -53,7 +53,7 @@ def to_bitmap(indices: np.ndarray, size: int) -> bytes:
 def from_bitmap(frame: Buffer, count: int, size: int) -> np.ndarray:
     """[count] int64 positions below `size`. Raises WeightUpdateError."""
     bits = np.frombuffer(inflate(frame, exactly=-(-size // 8)), dtype=np.uint8)
-    indices = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    indices = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(bool))
     if len(indices) != count:
         raise WeightUpdateError("bitmap", f"{len(indices)} positions, {count} announced")
     if indices[-1] >= size:

@@ -32,40 +32,53 @@ _MORE_BITS = 5.0
 def to_steps(old: np.ndarray, new: np.ndarray, dtype: Dtype, split: int) -> list[bytes]:
     """Frames of triples and sizes below `split`, of triples and sizes above it, and of raw values."""
     size, symbols = _symbols(old, new)
-    low = _exponents(old, dtype) < split if split else np.zeros(len(old), dtype=bool)
     frames, raw = [], []
-    for part in (np.flatnonzero(low), np.flatnonzero(~low)) if split else (None, slice(None)):
+    for part in _parts(old, dtype, split):
         if part is None:
             frames += [b"", b""]
             continue
-        parts, sizes = symbols[part], size[part]
-        where = np.flatnonzero(parts >= 4)
-        larger = sizes[where]
+        within = symbols[part]
+        where = np.flatnonzero(within >= 4)
+        larger = size[part][where]
         too_large = larger > 255
         raw.append(new[part][where[too_large]])
-        frames.append(deflate(_triples(parts)))
+        frames.append(deflate(_triples(within)))
         frames.append(deflate(np.where(too_large, 0, larger).astype(np.uint8).tobytes()))
     return [*frames, *to_planes(np.concatenate(raw))]
 
 
 def from_steps(frames: Sequence[Buffer], old: np.ndarray, dtype: Dtype, split: int) -> np.ndarray:
     """New bits [n] from old ones [n] and the frames of `to_steps`. Raises WeightUpdateError."""
-    low = _exponents(old, dtype) < split
-    bits, raw_at = old.copy(), []
-    for part, triples, sizes in (
-        (np.flatnonzero(low), *frames[:2]),
-        (np.flatnonzero(~low) if split else np.arange(len(old)), *frames[2:4]),
-    ):
-        symbols = _from_triples(inflate(triples, exactly=-(-len(part) // 3)))[: len(part)]
-        steps = _STEPS[symbols]
-        larger = np.flatnonzero(symbols >= 4)
-        size = np.frombuffer(inflate(sizes, exactly=len(larger)), dtype=np.uint8)
-        steps[larger] *= size
-        bits[part] += steps.astype(np.dtype(f"i{old.itemsize}"), copy=False).view(old.dtype)
-        raw_at.append(part[larger[size == 0]])
-    where = np.concatenate(raw_at)
-    bits[where] = from_planes(frames[4:], len(where), old.dtype)
+    symbols = np.empty(len(old), dtype=np.uint8)
+    sized: list[tuple[np.ndarray, np.ndarray]] = []
+    for part, triples, sizes in zip(_parts(old, dtype, split), frames[:4:2], frames[1:4:2], strict=True):
+        if part is None:
+            inflate(triples, exactly=0)
+            inflate(sizes, exactly=0)
+            continue
+        count = len(old) if isinstance(part, slice) else len(part)
+        within = _from_triples(inflate(triples, exactly=-(-count // 3)))[:count]
+        symbols[part] = within
+        where = np.flatnonzero(within >= 4)
+        if not isinstance(part, slice):
+            where = part[where]
+        sized.append((where, np.frombuffer(inflate(sizes, exactly=len(where)), dtype=np.uint8)))
+    steps = _STEPS[symbols]
+    for where, size in sized:
+        steps[where] *= size
+    bits = old + steps.astype(np.dtype(f"i{old.itemsize}"), copy=False).view(old.dtype)
+    raw_at = np.concatenate([where[size == 0] for where, size in sized])
+    bits[raw_at] = from_planes(frames[4:], len(raw_at), old.dtype)
     return bits
+
+
+def _parts(old: np.ndarray, dtype: Dtype, split: int) -> tuple[np.ndarray | slice | None, np.ndarray | slice]:
+    """What selects the elements below `split`, None where there is no split, and those above it."""
+    if not split:
+        return None, slice(None)
+    low = _exponents(old, dtype) < split
+    # Lists of positions: selecting by a mask that has no pattern is several times slower.
+    return np.flatnonzero(low), np.flatnonzero(~low)
 
 
 def best_split(old: np.ndarray, new: np.ndarray, dtype: Dtype) -> int:

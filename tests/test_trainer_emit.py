@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from trainer_ranks import on_threads
 
-from headrace.consumers.trainer.emit import Emitter, rounded_bits
+from headrace.consumers.trainer.bits import rounded_rows
+from headrace.consumers.trainer.emit import Emitter
 from headrace.consumers.trainer.history import History, load_bits
 from headrace.consumers.trainer.shards import Span, cut, part
 from headrace.consumers.trainer.team import Alone
@@ -59,7 +60,7 @@ def step(whole: dict[str, np.ndarray], seed: int, scale: float) -> dict[str, np.
 
 
 def bits_of(whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: rounded_bits(Held(whole), name) for name in whole}
+    return {name: rounded_rows(Held(whole), name) for name in whole}
 
 
 def run(size: int, masters: list[dict[str, np.ndarray]], store: BlobStore) -> list[WeightRecord]:
@@ -215,16 +216,16 @@ def test_changes_below_the_rounding_are_not_sent_and_nothing_drifts() -> None:
     emitter.settle()
     sent = 0
     for _ in range(1000):
-        before = rounded_bits(Held(whole), "w")
+        before = rounded_rows(Held(whole), "w")
         whole["w"] += rng.normal(0, 1e-6, whole["w"].shape).astype(np.float32)
         records.append(emitter.encode(Held(whole)))
         emitter.settle()
-        differing = int((before != rounded_bits(Held(whole), "w")).sum())
+        differing = int((before != rounded_rows(Held(whole), "w")).sum())
         assert records[-1].changed_elements == differing
         sent += differing
     assert 0 < sent < whole["w"].size * 1000 // 20
     found = load_bits(History(records).chain(1000), store, {"w": (40, 25)})
-    assert np.array_equal(found["w"], rounded_bits(Held(whole), "w"))
+    assert np.array_equal(found["w"], rounded_rows(Held(whole), "w"))
     assert set_hash(found) == emitter.weights_hash == records[-1].weights_hash
 
 

@@ -7,7 +7,7 @@ source.py       samples topic -> builder.py (pure): batches, lag limit, repeats,
 payloads.py     samples -> trajectories, through refs.py: records by (partition, offset)
 batch.py        rows -> padded micro-batches
 step.py         micro-batches -> model.py (live bf16 values) -> loss.py -> master.py (fp32, AdamW)
-emit.py         master -> this rank's blobs -> the record; shards.py: which rows those are
+emit.py         master -> bits.py -> this rank's blobs -> the record; shards.py: which rows those are
 publish.py      record -> transaction; sample_list.py: what was trained, in the record or beside it
 team.py         the ranks of one trainer; orders.py, follow.py: what rank 0 tells the others, and what they do then
 checkpoint.py   what a restart needs; resume.py: which one, and the steps redone from history.py (the log)

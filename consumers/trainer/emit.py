@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -25,30 +25,18 @@ from ...schemas.anchor import write_anchor
 from ...schemas.delta import Change, write_delta
 from ...schemas.dtypes import Dtype
 from ...schemas.errors import BlobError
-from ...schemas.rounding import CHUNK, changed, rounded
-from ...schemas.weight_hash import shapes_hash, sum_hashes, tensor_hash
+from ...schemas.weight_hash import shapes_hash, sum_hashes
 from ...schemas.weights import BlobKind, WeightBlob, WeightRecord
 from ...streams import metrics
 from ...streams.blobs import BlobRef, BlobStore
+from .bits import RoundedRows, Source, rounded_rows, row_hashes
 from .orders import Order, tell
-from .shards import Span
 from .team import Alone, Team, together
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 """Pauses between attempts to store a blob."""
-
-
-class Source(Protocol):
-    """The weights as the trainer has them: this rank's rows."""
-
-    @property
-    def spans(self) -> Mapping[str, Span]:
-        """Name -> which part of the whole tensor is here."""
-
-    def values(self, name: str) -> np.ndarray:
-        """Of one tensor's rows: float32, to be rounded to bf16, or its bf16 bits (uint16). Not written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +89,10 @@ class Emitter:
     def stand_at(self, version: int, source: Source) -> None:
         """The log's newest version is `version`, with the weights of `source`: the next delta goes on top of it."""
         tell(self._team, Order.STAND, lambda: str(version).encode())
-        hashes = _hashes(source)
+        hashes = row_hashes(source)
         parts = [json.loads(p) for p in self._team.exchange(json.dumps(hashes).encode())]
         shapes = {name: span.shape for name, span in source.spans.items()}
-        self._bits = {name: rounded_bits(source, name) for name in source.spans}
+        self._bits = {name: rounded_rows(source, name) for name in source.spans}
         self._version, self._hashes, self._pending = version, hashes, None
         self._weights_hash = shapes_hash(shapes, sum_hashes(parts))
 
@@ -149,12 +137,8 @@ class Emitter:
             return
         tell(self._team, Order.SETTLE)
         for name, h in pending.hashes.items():
-            if name not in self._bits:
-                self._bits[name] = rounded_bits(pending.source, name)  # version 0
-            elif self._hashes[name] != h:
-                flat = self._bits[name].reshape(-1)
-                where, bits = changed(flat, pending.source.values(name).reshape(-1), Dtype.BF16)
-                flat[where] = bits
+            if self._hashes.get(name) != h:
+                self._bits[name] = rounded_rows(pending.source, name, self._bits.get(name))
         self._version, self._weights_hash = pending.version, pending.weights_hash
         self._hashes, self._pending = pending.hashes, None
 
@@ -165,7 +149,7 @@ class Emitter:
     def _part(self, source: Source, version: int, alone: bool) -> bytes:
         """Store this rank's delta, if there is one."""
         if alone:
-            return _json(_Part(hashes=_hashes(source)))
+            return _json(_Part(hashes=row_hashes(source)))
         with _scratch() as file:
             totals = write_delta(
                 file,
@@ -197,7 +181,7 @@ class Emitter:
         places = {name: (s.shape, s.start) for name, s in source.spans.items()}
         cut = places if self._team.size > 1 else None
         with _scratch() as file:
-            write_anchor(file, _Rounded(source), version, weights_hash, places=cut)
+            write_anchor(file, RoundedRows(source), version, weights_hash, places=cut)
             blob = self._upload(file, BlobKind.ANCHOR, version)
         return json.dumps(asdict(blob)).encode()
 
@@ -237,40 +221,6 @@ def _scratch() -> Iterator[BinaryIO]:
         raise BlobError(
             f"a version cannot be prepared in {tempfile.gettempdir()}: {e}; set TMPDIR to a folder with room"
         ) from e
-
-
-class _Rounded(Mapping[str, np.ndarray]):
-    """Name -> bf16 bits of the rows that are here, made when they are asked for."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return rounded_bits(self._source, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.spans)
-
-    def __len__(self) -> int:
-        return len(self._source.spans)
-
-
-def rounded_bits(source: Source, name: str) -> np.ndarray:
-    """A copy of one tensor's rows as bf16 bits (uint16)."""
-    values = source.values(name)
-    if values.dtype == np.uint16:
-        return values.copy()
-    flat, bits = values.reshape(-1), np.empty(values.size, dtype=np.uint16)
-    for at in range(0, len(flat), CHUNK):
-        bits[at : at + CHUNK] = rounded(flat[at : at + CHUNK], Dtype.BF16)
-    return bits.reshape(values.shape)
-
-
-def _hashes(source: Source) -> dict[str, int]:
-    return {
-        name: tensor_hash(rounded_bits(source, name), Dtype.BF16, span.start)
-        for name, span in source.spans.items()
-    }
 
 
 def _blob(told: Mapping[str, Any]) -> WeightBlob:
