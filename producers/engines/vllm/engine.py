@@ -270,6 +270,10 @@ class VllmEngine:
 
     async def _write(self, update: WeightUpdate) -> None:
         await self._transport.write(update.version)
+        for rank in await self._transport.rpc("headrace_wrote"):
+            if rank["error"]:
+                raise EngineError(": ".join(rank["error"]))
+        await self._transport.label(update.version)
         self._mark()
         self._version = update.version
         self._salt = f"{self._run}:{update.version}:{next(self._epochs)}"

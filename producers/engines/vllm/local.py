@@ -128,7 +128,7 @@ class LocalVllm:
         """Have every rank write a staged update."""
         await self._llm.start_weight_update()
         await self._llm.update_weights(_request("Update", update_info={"version": version}))
-        await self._llm.finish_weight_update(str(version))
+        await self._llm.finish_weight_update()
 
     async def label(self, version: int) -> None:
         """Only the label."""

@@ -116,7 +116,7 @@ class RemoteVllm:
         """Have every rank write a staged update."""
         await self._post("/start_weight_update")
         await self._post("/update_weights", update_info={"version": version})
-        await self._post("/finish_weight_update", weight_version=str(version))
+        await self._post("/finish_weight_update")
 
     async def label(self, version: int) -> None:
         """Only the label."""

@@ -67,7 +67,7 @@ class Transport(Protocol):
         """A method of the worker extension on every rank."""
 
     async def write(self, version: int) -> None:
-        """Have every rank write a staged update, and label what is sampled from then on."""
+        """Have every rank write a staged update; `headrace_wrote` tells how that went."""
 
     async def label(self, version: int) -> None:
         """Only the label."""

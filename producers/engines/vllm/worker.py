@@ -6,6 +6,7 @@ are strings and results plain trees, so that the methods can be called over HTTP
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from .handover import read_update
 from .live import LiveShard, Prepared
 from .proof import check_against_files
 from .shards import box_hash
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "headrace"
 
@@ -63,6 +66,7 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.staged: dict[int, tuple[str, Prepared]] = {}
         """Version -> digest of its file, and what was made of it."""
         self.written: tuple[str, Prepared] | None = None
+        self.failure: list[str] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect."""
@@ -78,7 +82,13 @@ class HeadraceWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Write a staged update. WeightUpdateError: nothing was written."""
+        """Write a staged update; `failure` says what went wrong.
+
+        Nothing is raised: with several ranks vLLM would take the others' errors for the answers to later calls.
+        """
+        self.failure = _outcome(lambda: self._receive(update_info))
+
+    def _receive(self, update_info: UpdateInfo) -> None:
         version = int(update_info.version)
         if version not in self.staged:
             raise WeightUpdateError("handover", f"version {version} was not staged")
@@ -147,6 +157,10 @@ class WorkerExtension:
         update = engine.staged[int(version)][1].update
         return {"error": _outcome(lambda: engine.shard.check_base(update))}
 
+    def headrace_wrote(self) -> dict[str, Any]:
+        """How the last write ended: {"error": [reason, detail] | None}."""
+        return {"error": _engine(self).failure}
+
     def headrace_hashes(self) -> dict[str, Any]:
         """Every tensor of the policy: its shape, format, and the hash of each box of it that this rank holds."""
         shard = _engine(self).shard
@@ -191,6 +205,9 @@ def _outcome(call: Any) -> list[str] | None:
         call()
     except WeightUpdateError as e:
         return [e.reason, e.detail]
+    except Exception as e:
+        logger.exception("headrace: failed in a worker")
+        return ["failed", f"{type(e).__name__}: {e}"]
     return None
 
 
