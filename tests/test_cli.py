@@ -33,7 +33,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 def test_help_lists_every_command(tmp_path: Path) -> None:
     done = headrace("--help", cwd=tmp_path)
     assert done.returncode == 0
-    commands = "demo up init broker engine streams rollout train topics status top deadletters doctor"
+    commands = "demo up init broker engine streams rollout gateway train topics status top deadletters doctor"
     for command in commands.split():
         assert f" {command} " in done.stdout, command
         assert headrace(command, "--help", cwd=tmp_path).returncode == 0
