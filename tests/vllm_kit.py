@@ -42,7 +42,7 @@ def small_model(kind: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     if kind == "gpt2":
         sizes = {"vocab_size": VOCAB, "n_positions": 1024, "n_embd": 64, "n_layer": 2, "n_head": 2}
-        model: Any = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).float().eval()
+        model: Any = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.05)).float().eval()
         LiveWeights(model).round_to_bf16()
         return model
     settings: dict[str, Any] = {
