@@ -68,11 +68,11 @@ def pack(indices: np.ndarray, values: np.ndarray, old: np.ndarray, dtype: Dtype)
     first, last = int(indices[middle][0]), int(indices[middle][-1])
     if len(indices) <= _SAMPLE:
         first, last = 0, len(old) - 1
-    sample = (indices[middle] - first, values[middle], old[first : last + 1], dtype)
-    forms = _forms(*sample)
+    some, new, around = indices[middle] - first, values[middle], old[first : last + 1]
+    forms = _forms(some, new, around, dtype)
     if len(forms) == 1:
         return _write(*forms[0], indices, values, old, dtype)
-    options = [_write(*form, *sample) for form in forms]
+    options = [_write(*form, some, new, around, dtype) for form in forms]
     best = min(options, key=lambda p: p.size)
     if len(indices) <= _SAMPLE:
         return best
@@ -94,6 +94,7 @@ def unpack(
     values = {What.STEPS: 4 + dtype.bits.itemsize}.get(packed.what, dtype.bits.itemsize)
     if len(packed.frames) != 1 + values:
         raise WeightUpdateError("frames", f"{len(packed.frames)} buffers, expected {1 + values}")
+    indices: np.ndarray | None
     match packed.where:
         case Where.GAPS:
             indices = positions.from_gaps(packed.frames[0], nnz, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ def finetune(*, steps: int, lr: float, seed: int = 0) -> dict[str, Any]:
     masters = {name: p.detach().numpy() for name, p in model.named_parameters()}
     base = {n: rounded(w.reshape(-1), Dtype.BF16).reshape(w.shape) for n, w in masters.items()}
     replica = {n: b.copy() for n, b in base.items()}
-    hashes = held = tensor_hashes(base)
+    hashes: Mapping[str, int] = tensor_hashes(base)
+    held = dict(hashes)
     elements = sum(b.size for b in base.values())
     sizes, shares = [], []
     for version in range(1, steps + 1):
@@ -59,7 +61,8 @@ def finetune(*, steps: int, lr: float, seed: int = 0) -> dict[str, Any]:
         totals = write_delta(sink, changes, base_version=version - 1, version=version, update_old=True)
         update = decode_delta(sink.getvalue(), replica, base_version=version - 1, base_hashes=held)
         apply_update(replica, update)
-        hashes, held = totals.hashes, {**held, **update.hashes}
+        hashes = totals.hashes
+        held |= update.hashes
         sizes.append(len(sink.getvalue()))
         shares.append(totals.changed / elements)
     for name, master in masters.items():
