@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import xxhash
+
 from ..schemas.score import Score, ScoreStatus
 
 H = TypeVar("H")
@@ -105,9 +107,22 @@ class _Open(Generic[H]):
 @dataclass(slots=True)
 class _Closed:
     deadline_ms: int
-    trajectories: set[str]
+    members: bytes = b""
+    """8 bytes for each trajectory: hundreds of thousands of groups may be remembered at once."""
     recalled: bool = False
     """Closed by an earlier worker: which of its members lay further on is not known."""
+
+    def has(self, trajectory_id: str) -> bool:
+        wanted = _mark(trajectory_id)
+        return any(self.members[i : i + 8] == wanted for i in range(0, len(self.members), 8))
+
+    def add(self, trajectory_id: str) -> None:
+        if not self.has(trajectory_id):
+            self.members += _mark(trajectory_id)
+
+
+def _mark(trajectory_id: str) -> bytes:
+    return xxhash.xxh3_64_digest(trajectory_id.encode())
 
 
 def _whole(entries: dict[str, Entry[H]]) -> bool:
@@ -134,8 +149,8 @@ class GroupBook(Generic[H]):
 
     def recall(self, group_id: str, trajectory_id: str, deadline_ms: int) -> None:
         """Take note of a record that was finished with before: its group is closed."""
-        known = self._closed.setdefault(group_id, _Closed(deadline_ms, set(), recalled=True))
-        known.trajectories.add(trajectory_id)
+        known = self._closed.setdefault(group_id, _Closed(deadline_ms, recalled=True))
+        known.add(trajectory_id)
 
     def add(
         self, score: Score, *, offset: int, at_ms: int, handle: H
@@ -154,13 +169,13 @@ class GroupBook(Generic[H]):
 
     def _place(self, score: Score, offset: int, at_ms: int, handle: H) -> Verdict:
         done = self._closed.get(score.group_id)
-        if done is not None and (score.trajectory_id in done.trajectories or _was_in(done, at_ms)):
-            done.trajectories.add(score.trajectory_id)  # it may be repeated again, after the deadline
+        if done is not None and (done.has(score.trajectory_id) or _was_in(done, at_ms)):
+            done.add(score.trajectory_id)  # it may be repeated again, after the deadline
             return Verdict.DUPLICATE
         group = self._open.get(score.group_id)
         if done is not None or (group is None and at_ms > score.group_deadline_ms):
-            done = self._closed.setdefault(score.group_id, _Closed(score.group_deadline_ms, set()))
-            done.trajectories.add(score.trajectory_id)
+            done = self._closed.setdefault(score.group_id, _Closed(score.group_deadline_ms))
+            done.add(score.trajectory_id)
             return Verdict.LATE
         if group is None:
             group = self._open[score.group_id] = _Open(score.group_size, score.group_deadline_ms)
@@ -187,8 +202,8 @@ class GroupBook(Generic[H]):
 
     def _close(self, group_id: str, cause: Cause) -> ClosedGroup[H]:
         group = self._open.pop(group_id)
-        names = {t for entries in group.rollouts.values() for t in entries}
-        self._closed[group_id] = _Closed(group.deadline_ms, names)
+        names = (t for entries in group.rollouts.values() for t in entries)
+        self._closed[group_id] = _Closed(group.deadline_ms, b"".join(map(_mark, names)))
         return ClosedGroup(
             group_id,
             cause,
