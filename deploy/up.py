@@ -41,14 +41,13 @@ def up(config: Config, *, plugin_path: Sequence[Path], quiet: bool) -> dict[str,
 
 def check(config: Config, plugin_path: Sequence[Path]) -> list[Task]:
     """The tasks; ConfigError for the first thing that would stop a role later."""
-    if config.rollout.tasks is None:
-        raise ConfigError("rollout.tasks is not set: give a JSON Lines file; `headrace init` writes one")
-    lines = numbered_tasks(config.rollout.tasks, policy_id=config.policy.id)
+    lines = _tasks(config)
     tasks = list(lines.values())
     require_vllm(config.engine)
-    check_model_dir(config.policy.model, chat=any(task.messages is not None for task in tasks))
+    chat = config.gateway.enabled or any(task.messages is not None for task in tasks)
+    check_model_dir(config.policy.model, chat=chat)
     sys.path += [str(p) for p in plugin_path if str(p) not in sys.path]
-    default_used = any(task.reward_spec is None for task in tasks)
+    default_used = config.gateway.enabled or any(task.reward_spec is None for task in tasks)
     load_reward(config.verify.reward, config.verify.reward_args, complete=default_used)
     if config.verify.sandbox == "require" and (missing := probe()):
         raise ConfigError(
@@ -59,6 +58,22 @@ def check(config: Config, plugin_path: Sequence[Path]) -> list[Task]:
     check_same_run(config.run.dir, config)
     _check_ports(config)
     return tasks
+
+
+def _tasks(config: Config) -> Mapping[int, Task]:
+    """Line number -> task; none where all rollouts come from a gateway."""
+    if not config.rollout.workers:
+        if not config.gateway.enabled:
+            raise ConfigError(
+                "rollout.workers = 0: then rollouts come from harnesses: set gateway.enabled = true"
+            )
+        return {}
+    if config.rollout.tasks is None:
+        raise ConfigError(
+            "rollout.tasks is not set: give a JSON Lines file (`headrace init` writes one), or set rollout.workers = 0"
+            " where all rollouts come from the gateway"
+        )
+    return numbered_tasks(config.rollout.tasks, policy_id=config.policy.id)
 
 
 def _check_plugins(config: Config, lines: Mapping[int, Task]) -> None:
@@ -100,6 +115,9 @@ def _check_ports(config: Config) -> None:
             what="engine.port",
             how=how.format(key="engine.port"),
         )
+    if config.gateway.enabled and config.gateway.port:
+        key = "gateway.port"
+        require_free_port(config.gateway.port, host=config.gateway.host, what=key, how=how.format(key=key))
     if config.metrics.port:
         key = "metrics.port"
         require_free_port(config.metrics.port, host=config.metrics.host, what=key, how=how.format(key=key))

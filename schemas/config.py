@@ -191,7 +191,7 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Annotated[int, Field(ge=0)] = 1
     """Processes that `headrace up` starts."""
     environment: str = "single_turn"
     """Built-in name (`single_turn`, `calculator`) or `module:attr`."""

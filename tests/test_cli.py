@@ -43,6 +43,8 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["up"], "rollout.tasks is not set"),
+        (["up", "--set", "rollout.workers=0"], "set gateway.enabled = true"),
+        (["up", "--set", "rollout.workers=0", "--set", "gateway.enabled=true"], "policy.model"),
         (["up", "-c", "none.toml"], "none.toml does not exist"),
         (["up", "-c", "lagg.toml"], "did you mean staleness.max_lag?"),
         (["engine", "--set", "engine.prot=1"], "did you mean engine.port?"),
