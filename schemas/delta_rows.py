@@ -7,6 +7,7 @@ when all is written, and its absence gives a truncated blob away. Rows are writt
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ from .bitcodec import Packed, What, Where
 from .dtypes import Dtype
 from .errors import WeightUpdateError
 from .frames import Buffer
+from .plain_ipc import require_plain
 
 FORMAT = "headrace-delta/2"
 
@@ -125,6 +127,7 @@ class RowReader:
         """`source`: the whole blob, or a binary file to read it from."""
         view = isinstance(source, bytes | memoryview)
         with _refusing():
+            require_plain(source)
             self._reader = pa.ipc.open_stream(pa.py_buffer(source) if view else source)
             schema = self._reader.schema
             if not schema.equals(DELTA_SCHEMA):
@@ -161,7 +164,10 @@ class _refusing:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, pa.ArrowException | OSError | ValueError | KeyError | TypeError | MemoryError):
+        if isinstance(
+            error,
+            pa.ArrowException | OSError | ValueError | KeyError | TypeError | MemoryError | struct.error,
+        ):
             raise WeightUpdateError("not_a_delta", f"{type(error).__name__}: {str(error)[:200]}") from None
 
 

@@ -255,6 +255,26 @@ def test_a_frame_that_would_inflate_without_bound_is_refused_before_it_is():
     refused("content_size", rewritten(blob, lambda rows: put(rows, 3, bomb)), base)
 
 
+def test_a_batch_that_arrow_compressed_is_refused_before_it_is_inflated():
+    base, new = example()
+    blob = encode_delta(base, new, base_version=0, version=1).blob
+    with pa.ipc.open_stream(blob) as reader:
+        batch, metadata = reader.read_next_batch_with_custom_metadata()
+    rows = batch.to_pylist()
+    rows[0]["frames"][0] = b"\x00" * (1 << 27)
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=batch.schema), custom_metadata=metadata)
+    bomb = sink.getvalue().to_pybytes()
+    del rows, sink
+    assert len(bomb) < 1 << 16
+    held = pa.total_allocated_bytes()
+    assert "compressed" in refused("not_a_delta", bomb, base)
+    assert pa.total_allocated_bytes() - held < 1 << 20
+    refused("not_a_delta", bomb[: len(bomb) // 2], base)
+
+
 def test_blobs_that_are_no_deltas_are_refused():
     base, new = example()
     blob = encode_delta(base, new, base_version=0, version=1).blob
