@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,14 @@ from ...schemas import topics as t
 from ...schemas.config import KafkaConfig
 from ...schemas.engine import ENGINE
 from ...schemas.errors import InvalidMessageError
-from ...streams.kafka import closing, make_consumer, partitions_of, poll_records
+from ...streams.consumer_thread import ConsumerThread
+from ...streams.kafka import partitions_of, poll_records
 from ..rollout.engine_pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
 
-class EngineReader:
+class EngineReader(ConsumerThread):
     """Reads the `engines` topic from its beginning, until `stop`."""
 
     def __init__(
@@ -31,33 +31,20 @@ class EngineReader:
         failed: Callable[[BaseException], None],
     ) -> None:
         """Made on the loop that the pool lives on; `failed` is called there with what ended the thread early."""
-        self._config, self._topic, self._pool = config, topics.name(t.ENGINES), pool
-        self._client_id, self._failed = client_id, failed
+        super().__init__(config, name="engine-reader", client_id=client_id)
+        self._topic, self._pool, self._failed = topics.name(t.ENGINES), pool, failed
         self._loop = asyncio.get_running_loop()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="engine-reader", daemon=True)
 
-    def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
+    def _read(self, consumer: Any) -> None:
+        partitions = partitions_of(consumer, self._topic)
+        consumer.assign(partitions)
+        consumer.seek_to_beginning(*partitions)
+        while not self._stopping.is_set():
+            if records := poll_records(consumer, idle=self._stopping.wait):
+                self._on_loop(self._apply, records)
 
-    def stop(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
-
-    def _main(self) -> None:
-        try:
-            with closing(make_consumer(self._config, client_id=self._client_id)) as consumer:
-                partitions = partitions_of(consumer, self._topic)
-                consumer.assign(partitions)
-                consumer.seek_to_beginning(*partitions)
-                while not self._stopping.is_set():
-                    if records := poll_records(consumer, idle=self._stopping.wait):
-                        self._on_loop(self._apply, records)
-        except Exception as e:
-            self._on_loop(self._failed, e)
+    def _broke(self, error: Exception) -> None:
+        self._on_loop(self._failed, error)
 
     def _on_loop(self, function: Callable[[Any], None], value: Any) -> None:
         if not self._loop.is_closed():

@@ -7,7 +7,6 @@ letters only headers and keys are read. Nothing is committed: all of it is rebui
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from ...schemas.sample import FATE_HEADER, ROLLOUT_HEADER, TRAJECTORY_HEADER, Fa
 from ...schemas.task import TASK
 from ...schemas.weights import WEIGHTS
 from ...schemas.worker import WORKER
-from ...streams.kafka import make_consumer, partitions_of, poll_records
+from ...streams.consumer_thread import ConsumerThread
+from ...streams.kafka import partitions_of, poll_records
 from .admission import Ledger
 from .engine_pool import EnginePool
 from .peers import Peers
@@ -112,7 +112,7 @@ class Intake:
             self._ledger.resolved(record.key.decode("utf-8", "replace"))
 
 
-class LogReader:
+class LogReader(ConsumerThread):
     """The thread that reads.
 
     `deliver` gets each poll's records, `caught_up` is called once when what was on the topics at the start has
@@ -130,30 +130,12 @@ class LogReader:
         caught_up: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._config, self._topics, self._policy_id, self._client_id = config, topics, policy_id, client_id
+        super().__init__(config, name="log-reader", client_id=client_id)
+        self._topics, self._policy_id = topics, policy_id
         self._deliver, self._caught_up, self._failed = deliver, caught_up, failed
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="log-reader", daemon=True)
 
-    def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
-
-    def _main(self) -> None:
-        try:
-            consumer = make_consumer(self._config, client_id=self._client_id)
-            try:
-                self._read(consumer)
-            finally:
-                consumer.close()
-        except Exception as e:
-            self._failed(e)
+    def _broke(self, error: Exception) -> None:
+        self._failed(error)
 
     def _read(self, consumer: KafkaConsumer) -> None:
         weights = partitions_of(consumer, self._topics.name(t.WEIGHTS, self._policy_id))
