@@ -9,6 +9,7 @@ InvalidMessageError with a reason. A reader accepts added nullable columns and r
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from .errors import InvalidMessageError
+from .ipc_claims import claimed_bytes
 from .one_row import END_OF_STREAM, LayoutError, OneRow
 from .row_columns import is_numeric_list
 
@@ -180,6 +182,8 @@ def _read_one_batch(value: bytes | None) -> pa.RecordBatch:
     if not value:
         raise InvalidMessageError("empty_value", "the record has no value")
     try:
+        if claimed_bytes(value) > MAX_DECODED_BYTES:
+            raise InvalidMessageError("too_large", f"more than {MAX_DECODED_BYTES} bytes decoded")
         with pa.ipc.open_stream(pa.py_buffer(value)) as reader:
             batch = reader.read_next_batch()
             if batch.get_total_buffer_size() > MAX_DECODED_BYTES:
@@ -195,7 +199,7 @@ def _read_one_batch(value: bytes | None) -> pa.RecordBatch:
         raise
     except StopIteration:
         raise InvalidMessageError("not_one_batch", "no record batch") from None
-    except (pa.ArrowException, OSError, ValueError, MemoryError, UnicodeDecodeError) as e:
+    except (pa.ArrowException, OSError, ValueError, MemoryError, UnicodeDecodeError, struct.error) as e:
         raise InvalidMessageError("not_arrow", f"{type(e).__name__}: {str(e)[:200]}") from None
     if batch.num_rows != 1:
         raise InvalidMessageError("not_one_row", f"{batch.num_rows} rows")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from arrow_memory import watched_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import VALUES, mutations
@@ -268,6 +269,32 @@ def test_a_value_that_is_not_one_row_in_one_batch_is_refused(name: str) -> None:
     assert reason_of(codec, stream(batch.slice(0, 0))) == "not_one_row"
     two = pa.Table.from_batches([batch, batch]).combine_chunks().to_batches()[0]
     assert reason_of(codec, stream(two)) == "not_one_row"
+
+
+def compressed(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_writer_that_lets_arrow_compress_is_understood(name: str) -> None:
+    codec, batch = batch_of(name)
+    assert codec.encode(codec.decode(compressed(batch))) == codec.encode(codec.decode(stream(batch)))
+
+
+def test_a_compressed_record_that_claims_too_much_is_refused_before_it_is_inflated() -> None:
+    codec, batch = batch_of("trajectory")
+    at = batch.schema.get_field_index("token_ids")
+    zeros = pa.array([np.zeros(1 << 27, dtype=np.int32)], type=batch.schema.field(at).type)
+    bomb = compressed(batch.set_column(at, batch.schema.field(at), zeros))
+    del zeros
+    assert len(bomb) < 1 << 17
+    with watched_pool() as pool:
+        assert reason_of(codec, bomb) == "too_large"
+    assert pool.max_memory() < 1 << 20
 
 
 def test_list_offsets_that_point_outside_are_refused_and_the_process_lives() -> None:
